@@ -213,6 +213,7 @@ static int faulty_open(const struct zinf_provider *self, unsigned depth, unsigne
     if (!error)
         error = faulty->inner->open(faulty->inner, depth, most, wake, &faulty->context);
     if (error) {
+        pthread_mutex_destroy(&faulty->mutex);
         free(faulty);
         return error;
     }
@@ -259,5 +260,5 @@ int zinf_faults_inject(zinf_engine *engine, const zinf_fault *fault)
 
 uint64_t zinf_faults_fired(zinf_engine *engine)
 {
-    return ((struct faulty *)engine->context)->fired;
+    return engine->provider->open == faulty_open ? ((struct faulty *)engine->context)->fired : 0;
 }

@@ -1,5 +1,5 @@
-/* Every call on the system that opening an engine makes fails once, for the sanitizers: opening PROVIDER. The linker puts
- * __wrap_NAME in place of NAME, and gives the original the name __real_NAME. */
+/* Each of the calls below that opening an engine makes fails once, for the sanitizers: opening PROVIDER. The linker puts
+ * __wrap_NAME in place of NAME, and gives the original the name __real_NAME; libaio's own calls it doesn't reach. */
 #include "engine.h"
 
 #include <errno.h>
