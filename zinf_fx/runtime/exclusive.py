@@ -9,9 +9,11 @@ backward graphs of CUDA tensors in threads of its own: nothing that holds the lo
 compiles for one thread at a time: nothing that compiles may wait for this lock, as its holder may be about to compile.
 
 A run may wait for other ranks meanwhile. Ranks that run several such graphs in threads may take turns in different
-orders, and wait for each other: what is collective belongs in one thread of each rank.
+orders, and wait for each other: what is collective belongs in one thread of each rank. So may eager reads and writes of
+what is divided over ranks, which take turns too, with `Tiers.moving`.
 
-Whoever holds it may take the lock of a step, of a memory, or of a storage, and not the other way round.
+Whoever holds it may take, in this order, the turn of `Tiers.moving`, and the lock of a step, of a memory, or of a
+storage, and not the other way round.
 """
 
 from __future__ import annotations

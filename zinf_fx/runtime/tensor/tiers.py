@@ -195,9 +195,9 @@ class Tiers:
             work.advance()
 
     def moving(self) -> AbstractContextManager[None]:
-        """A block in which eager code moves the elements of one tensor through memory that is leased for that: no other
-        thread has room for another tensor meanwhile. The step in the background, which a block may wait for, waits for
-        none."""
+        """A block in which eager code moves the elements of one tensor through memory that is leased for that. One
+        thread at a time is in such a block. The step in the background, which a block may wait for, waits for none. See
+        [Note: threads]."""
         background = self.background
         return nullcontext() if background is not None and background.asks else taking(self._one_moves)
 
