@@ -8,11 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from followed import followed_plans
 from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
-from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -110,58 +108,6 @@ def test_the_first_call_simulates_where_something_has_to_leave(tmp_path, caplog)
     (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
     assert line.endswith(ahead.reason) and "simulated" in line
     assert model[0].weight.storage.placement == ahead.placement
-
-
-class Deep(torch.nn.Module):
-    """Four layers with states of 65 KiB each, and activations of 64 KiB; with `broken`, in two graphs."""
-
-    def __init__(self, broken: bool = False) -> None:
-        super().__init__()
-        self.broken, self.layers = broken, torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second, third, last = self.layers
-        x = second(first(x).relu()).relu()
-        if self.broken:
-            torch._dynamo.graph_break()
-        return last(third(x).relu()).relu().square().mean()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_memory": "800KiB"},  # for states and activations
-        {"device_memory": "450KiB"},  # states alone fit
-        {"device_memory": "280KiB"},
-        {"activations": "offload"},
-        {"activations": "offload", "device_memory": "450KiB"},
-        {"activations": "auto", "device_memory": "450KiB"},
-    ],
-    ids=str,
-)
-def test_the_first_call_places_states_and_activations_as_the_plan_ahead_says(tmp_path, options):
-    model, x, options = Deep(), torch.randn(256, 64), {"store": tmp_path, **options}
-    ahead = plan_model(model, (x,), **options)
-    with followed_plans(model) as plans:
-        torch.compile(model, backend="zinf", options=options)(x).backward()
-    assert {one.storage.placement for one in model.parameters()} == {ahead.decision.placement}
-    (plan,), (planned,) = plans, ahead.plans
-    assert (plan.tiles, plan.kept) == (planned.tiles, planned.kept)
-    assert "ordinary PyTorch" not in ahead.text()
-
-
-@pytest.mark.parametrize(("device_memory", "stays"), [("200KiB", False), ("400KiB", True), (None, True)])
-def test_one_decision_is_for_all_graphs_of_a_model(tmp_path, caplog, device_memory, stays):
-    """In graphs that would each fit."""
-    model, x = Deep(broken=True), torch.randn(2, 64)
-    options = {"store": tmp_path, "device_memory": device_memory}
-    with caplog.at_level(logging.INFO, logger="zinf_fx"):
-        torch.compile(model, backend="zinf", options=options)(x).backward()
-    said = [record.message for record in caplog.records if record.name == "zinf_fx"]
-    assert all(line.startswith("placement auto: ") for line in said) and (stays or len(said) == 1)
-    assert all(isinstance(one, StoredTensor) is (device_memory is not None) for one in model.parameters())
-    if device_memory is not None:
-        assert all((one.storage.placement == PRESETS["device"]) is stays for one in model.parameters())
 
 
 def test_compile_options_replace_those_of_the_model(tmp_path):

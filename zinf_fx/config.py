@@ -294,12 +294,6 @@ class Config(RankOptions):
         return not os.environ.get("ZINF_STORE") and self.store == _default_store()
 
     @property
-    def can_stay_ordinary(self) -> bool:
-        """Whether a model stays ordinary whose states all live on the device: no budget counts these, and what it saves
-        for backward stays there, too."""
-        return self.device_memory is None and self.activations != "offload"
-
-    @property
     def in_groups(self) -> bool:
         """Whether what is used up within a group of operators is there of one micro-batch at a time."""
         return self.micro_batch_group != 1

@@ -116,9 +116,6 @@ def test_rooms_are_a_ranks_share_of_a_node_within_the_budgets():
     assert Rooms.of(node, Config(), 16, None).device == int((32 << 30) * SHARE_WITHOUT_ACTIVATIONS)
     limited = Rooms.of(node, Config(device_memory="1GiB", host_memory="2GiB"), 16, 0)
     assert (limited.device, limited.host) == (1 << 30, 2 << 30)
-    # Where activations aren't known, it is they that the device's budget has to have room for.
-    unknown = Rooms.of(node, Config(device_memory="1GiB", host_memory="2GiB"), 16, None)
-    assert (unknown.device, unknown.host) == (1 << 29, 2 << 30)
     # Where the device computes in host memory, both budgets are of that.
     one_memory = replace(node, unified=True)
     assert Rooms.of(one_memory, Config(), 16, 0) == Rooms(

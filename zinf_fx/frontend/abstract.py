@@ -23,7 +23,7 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
 def abstract_parameter(
-    parameter: torch.nn.Parameter, what: str, config: Config, tables: Collection[int]
+    parameter: torch.nn.Parameter, what: str, config: Config, tables: Collection[int] = ()
 ) -> torch.Tensor:
     """The parameter as it would be once it is offloaded by these options, which are its own; or as it is, if it is
     stored already.
@@ -48,6 +48,7 @@ def abstract_parameter(
         form = Form(stored.base.shape, stored.base.dtype, stored.quantised)
     else:
         form = form_of(parameter, config, tables)
+        form = form if form.quantised is not None else Form.of(part)
     storage = AbstractStorage(tier, config, form.numel, form.dtype)
     storage.stands_for = None if stored is None else stored.storage
     device = torch.device("cpu") if part.is_meta else part.device

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zinf_fx.adam import AdamStates
 from zinf_fx.config import Config
@@ -23,7 +24,7 @@ from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import load_profile
 from zinf_fx.runtime.memory.limit import memory_limit
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.quantised import Form
+from zinf_fx.runtime.tensor.local_parameter import local_part
 
 log = logging.getLogger("zinf_fx")
 
@@ -32,7 +33,7 @@ _NOMINAL_DEVICE = "rtx-4090"
 
 
 def placed_by_rule(
-    config: Config, parameters: Sequence[torch.Tensor] | None, tables: Collection[int]
+    config: Config, parameters: Sequence[torch.Tensor] | None, tables: Collection[int] = ()
 ) -> Placement | PlacementRules:
     """The placement for a model of these parameters, by the rule alone; None: a model of unknown size, whose states go
     to the store. `tables`: as in `sizes_of`.
@@ -45,22 +46,20 @@ def placed_by_rule(
             "the model is being built, and its size unknown"
         )
         return Placement("nvme", "host", "nvme")
-    decision, sizes = by_rule_here(config, parameters, Ranks.of(config).groups, tables, "inputs are not known")
+    here, groups = trained_here(parameters), Ranks.of(config).groups
+    sizes = sizes_of(here, config, groups, tables)
+    decision = by_rule_here(config, here, groups, sizes, "inputs are not known")
     note(decision, sizes)
     return decision.placement
 
 
 def by_rule_here(
-    config: Config, parameters: Sequence[torch.Tensor], groups: Groups, tables: Collection[int], why: str
-) -> tuple[Decision, Sizes]:
-    """What the rule decides for this machine, where activations are unknown, and the sizes that it decides by.
-
-    `tables`: as in `sizes_of`. Raises: BudgetError.
-    """
-    sizes = sizes_of(parameters, config, groups, tables)
+    config: Config, parameters: Sequence[torch.Tensor], groups: Groups, sizes: Sizes, why: str
+) -> Decision:
+    """What the rule decides for this machine, where activations are unknown. Raises: BudgetError."""
     hardware = this_machine(config, device_of_most(parameters))
     rooms = Rooms.of(hardware, config, groups.ranks, None)
-    return by_rule_alone(sizes, rooms, hardware.name, why), sizes
+    return by_rule_alone(sizes, rooms, hardware.name, why)
 
 
 def note(decision: Decision, sizes: Sizes) -> None:
@@ -68,21 +67,29 @@ def note(decision: Decision, sizes: Sizes) -> None:
     log.info("placement auto: %s: %s", words(decision.placement, sizes), decision.reason)
 
 
-def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int]) -> Sizes:
+def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int] = ()) -> Sizes:
     """Of the states that one rank has, as they are to be stored, with everything partitioned over its group. `tables`:
     ids of parameters that are looked up by rows."""
 
     def part(nbytes: int) -> int:
         return -(-nbytes // groups.shards)
 
-    def forms(trains: bool) -> list[Form]:
-        return [form_of(parameter, config, tables) for parameter in parameters if parameter.requires_grad is trains]
+    def stored(trains: bool) -> int:
+        return sum(form_of(p, config, tables).nbytes for p in parameters if p.requires_grad is trains)
 
-    trained, frozen = (sum(form.nbytes for form in forms(trains)) for trains in (True, False))
-    states = int(sum(form.numel * AdamStates(form.dtype.itemsize).nbytes for form in forms(True)))
+    trained, frozen = stored(True), stored(False)
+    states = int(sum(p.numel() * AdamStates(p.dtype.itemsize).nbytes for p in parameters if p.requires_grad))
     if 0 < trained < frozen:
         return Sizes(part(trained), part(trained), part(states), frozen=part(frozen))
     return Sizes(part(trained + frozen), part(trained), part(states))
+
+
+def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As much as this rank has of each parameter where tensor parallelism divides them."""
+    return [
+        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
+        for one in parameters
+    ]
 
 
 def device_of_most(parameters: Sequence[torch.Tensor]) -> torch.device:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +23,7 @@ import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any o
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
-from zinf_fx.frontend.auto_placement import by_rule_here
+from zinf_fx.frontend.auto_placement import by_rule_here, sizes_of
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.dividing import decided_division
 from zinf_fx.frontend.each_placement import (
@@ -44,7 +42,7 @@ from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.frontend.staying import is_ordinary, note_staying
-from zinf_fx.placement import Placement, PlacementRules
+from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.quantisation import tables_of
@@ -87,35 +85,18 @@ def zinf(
         config = with_ranks(Config.of(in_force, {"placement": requested.placement}), plain)
         division: Mapping[str, object] = {}
         if config.placement == "auto":
-            config, division = _decided(module, inputs, config, plain)
+            find = partial(at_first_call, module, inputs, config, plain)
+            placement, division = found_by_first(config, plain, find, "the placement")
+            config = placed(config, placement)
         check_stage(config)
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
-        all_stay = requested.placement == "auto" and config.placement == PRESETS["device"] and config.can_stay_ordinary
+        all_stay = requested.placement == "auto" and config.placement == PRESETS["device"]
         if many or not all_stay or config.frozen_dtype is not None:  # in which what is frozen takes less room there
             return _offloaded(module, inputs, config, plans, division)
     # A graph without parameters concerns no other rank, which may have no such graph.
     groups = None if stored else Groups()
     division = decided_division(module, inputs, in_force, groups)
     return Capture(module, inputs, in_force, plans, groups=groups, division=division).compile()
-
-
-def _decided(
-    module: fx.GraphModule, inputs: Sequence[Any], config: Config, plain: Sequence[torch.nn.Parameter]
-) -> tuple[Config, Mapping[str, object]]:
-    """`config` with the placement that is decided for a graph's ordinary parameters, and the options of how its batch
-    is divided where planning for the placement has decided them. One decision is for all graphs of a model, but while
-    nothing leaves: a later graph may save more for backward."""
-    first, tables = _FIRST_CALL.get(), tables_in(module, inputs)
-    parameters = plain
-    if first is not None and first.is_of(plain):
-        if first.placement not in (None, PRESETS["device"]):
-            return placed(config, first.placement), {}
-        parameters, tables = first.parameters, tables | tables_of(first.model.modules())
-    find = partial(at_first_call, module, inputs, config, parameters, tables)
-    placement, division = found_by_first(config, plain, find, "the placement")
-    if parameters is not plain:
-        first.placement = placement
-    return placed(config, placement), division
 
 
 def _check_ranks_are_given(requested: Config, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -166,29 +147,6 @@ def _offloaded(
     return compiled
 
 
-@dataclass
-class _FirstCall:
-    """The first call of a compiled model, during which its graphs are compiled one by one.
-
-    Attributes:
-        model: that is called.
-        parameters: those that can be stored, and were not when the call began.
-        placement: that "auto" decided for the graphs so far; None: no graph has asked.
-    """
-
-    model: torch.nn.Module
-    parameters: list[torch.nn.Parameter]
-    placement: Placement | PlacementRules | None = None
-
-    def is_of(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether these are all the model's."""
-        return {id(one) for one in parameters} <= {id(one) for one in self.parameters}
-
-
-# Dynamo shows a backend one graph, and doesn't say of which model it is.
-_FIRST_CALL: ContextVar[_FirstCall | None] = ContextVar("zinf_first_call", default=None)
-
-
 @register_module_module_registration_hook
 def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
@@ -196,35 +154,17 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     if name == "_orig_mod" and isinstance(parent, OptimizedModule):
         parent.register_forward_pre_hook(_about_to_be_called)
         parent.register_forward_hook(_first_called)
-        parent.register_forward_hook(_ended, always_call=True)
 
 
 def _about_to_be_called(optimized: torch.nn.Module, arguments: Any) -> None:
-    """Before the first call of a compiled model: note what no graph of it can tell, and check that rules of placement
-    are for this model. Raises: ConfigError."""
+    """Before the first call of a compiled model: check what no graph of it can tell, that rules of placement are for
+    this model. Raises: ConfigError."""
     if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
         return
-    if (options := _options_of(optimized)) is None:
-        return
-    model, placement = optimized._orig_mod, options.get("placement")
-    present = dict(model.named_parameters())
+    placement = (_options_of(optimized) or {}).get("placement")
     if isinstance(placement, (Mapping, PlacementRules)):
-        check_rules(Config(placement=placement), present)
-    _FIRST_CALL.set(_FirstCall(model, list(_not_stored(present).values())))
-
-
-def _not_stored(present: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """Of a model's parameters, those that can be stored, and are not."""
-    return {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
-
-
-def _ended(optimized: torch.nn.Module, arguments: Any, result: Any) -> None:
-    """After each call until one of them gave a result, which was the first."""
-    if torch.compiler.is_compiling():
-        return
-    _FIRST_CALL.set(None)
-    if _first_called not in optimized._forward_hooks.values():
-        _remove(optimized._forward_hooks, _ended)
+        check_rules(Config(placement=placement), dict(optimized._orig_mod.named_parameters()))
+    _remove(optimized._forward_pre_hooks, _about_to_be_called)
 
 
 def _options_of(optimized: torch.nn.Module) -> dict[str, Any] | None:
@@ -245,21 +185,19 @@ def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> No
 def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> None:
     if torch.compiler.is_compiling():  # as a part of another module, which has a first call of its own
         return
-    _remove(optimized._forward_pre_hooks, _about_to_be_called)
     _remove(optimized._forward_hooks, _first_called)
     if (options := _options_of(optimized)) is not None:
         _store_the_rest(optimized._orig_mod, options)
 
 
 def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
-    """After the first call of a compiled model: store what no graph of it uses, as the same options say, unless it was
-    decided that the whole model stays.
+    """After the first call of a compiled model: store what no graph of it uses, as the same options say.
 
     Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
     limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
     """
     present = dict(model.named_parameters())
-    rest = _not_stored(present)
+    rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
     if not rest:
         return
     plans = plans_given(options.pop("plan", None))
@@ -267,12 +205,10 @@ def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
     if _in_ddp(config, model):
         return
     ranks, parameters, tables = Ranks.of(config), list(rest.values()), tables_of(model.modules())
-    if config.placement == "auto" and ranks.size == 1 and config.frozen_dtype is None:
-        first = _FIRST_CALL.get()
-        if first is not None and first.placement == PRESETS["device"] and config.can_stay_ordinary:
-            return
-        alone, _ = by_rule_here(config, parameters, ranks.groups, tables, "no captured graph uses them")
-        if alone.nothing_moves:
+    if config.placement == "auto" and ranks.size == 1:
+        sizes = sizes_of(parameters, config, ranks.groups, tables)
+        alone = by_rule_here(config, parameters, ranks.groups, sizes, "no captured graph uses them")
+        if alone.nothing_moves and config.frozen_dtype is None:
             return
     nbytes = in_words(sum(parameter.nbytes for parameter in parameters))
     stored = stored_among(present.items())

@@ -102,8 +102,7 @@ class Planning:
         if not self.plans:
             return "No captured graph of the model uses a parameter, so nothing is moved.\n"
         parts = self.decision_texts
-        stays = all(plan.config.can_stay_ordinary for plan in self.plans)
-        if self.decision is not None and self.decision.nothing_moves and stays:
+        if self.decision is not None and self.decision.nothing_moves:
             parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
         count = len(self.plans)
         if count > 1:
@@ -187,7 +186,7 @@ def plan_model(
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             tables = tables_of(model.modules())
-            decision, planned = decided_for(planner.graphs, parameters, in_force, groups, tables, hardware)
+            decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
     planned = [one for one in planned if one.moves]

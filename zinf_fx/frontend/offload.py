@@ -302,6 +302,7 @@ def _reserved(
     placement, ranks = config.placement, Ranks.of(config)
     requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
     parameter = local_part(parameter)
+    form = form if form.quantised is not None else Form.of(parameter)
     numel, dtype, device = form.numel, form.dtype, device_of(parameter.device)
     shards = shards_of(form.shape, dtype, ranks.shards, config, owners.next(form.nbytes))
     stays = form.quantised is None and config.placement.parameters == "device" and ranks.shards == 1

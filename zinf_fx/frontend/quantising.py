@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.quantisation import can_be_quantised
-from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.quantised import Form
 
 _LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag, torch.embedding)
@@ -24,14 +23,14 @@ def tables_in(module: fx.GraphModule, inputs: Iterable[object]) -> set[int]:
     return {id(one) for node, one in zip(placeholders, inputs, strict=True) if node in looked_up}
 
 
-def form_of(parameter: torch.Tensor, config: Config, tables: Collection[int]) -> Form:
+def form_of(parameter: torch.Tensor, config: Config, tables: Collection[int] = ()) -> Form:
     """What is stored of a parameter, or of this rank's part of one. `tables`: ids of those that are looked up by rows.
 
     Raises: ConfigError for one that would be quantised, and that tensor parallelism divides.
     """
     name = config.frozen_dtype
     if name is None or parameter.requires_grad or id(parameter) in tables or not can_be_quantised(parameter):
-        return Form.of(local_part(parameter))
+        return Form.of(parameter)
     if isinstance(parameter, DTensor):
         raise ConfigError(
             f"frozen_dtype='{name}' and a parameter of shape {tuple(parameter.shape)} that tensor parallelism divides: "

@@ -71,12 +71,10 @@ class Rooms:
         """What is left for states of described memories and of the budgets. `activations`: as in `Sizes`."""
         share = SHARE_WITHOUT_ACTIVATIONS if activations is None else SHARE
         there = capacities(hardware, ranks)
-        # Where there is no host memory besides the device's, both budgets are of that. What is in flight within one is
-        # planned, so that it is activations alone that a part of it may have to be left for.
-        budgets = filter(None, [config.device_memory, None if there.host else config.host_memory])
-        of_budget = SHARE_WITHOUT_ACTIVATIONS if activations is None else 1
+        # Where there is no host memory besides the device's, both budgets are of that.
+        budgets = [config.device_memory, None if there.host else config.host_memory]
         return cls(
-            min([int(there.device * share), *(int(budget * of_budget) for budget in budgets)]),
+            min([int(there.device * share), *filter(None, budgets)]),
             min([int(there.host * share), *filter(None, [config.host_memory])]),
             there.nvme,
         )
