@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from followed import followed_plans
 from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
+from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError, StoredTensorError, StoreError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -108,6 +110,18 @@ def test_the_first_call_simulates_where_something_has_to_leave(tmp_path, caplog)
     (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
     assert line.endswith(ahead.reason) and "simulated" in line
     assert model[0].weight.storage.placement == ahead.placement
+
+
+def test_activations_leave_where_nothing_else_does(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    x, options = torch.randn(256, 64), {"store": tmp_path, "activations": "offload"}
+    ahead = plan_model(model, (x,), **options)
+    with followed_plans(model) as plans:
+        torch.compile(model, backend="zinf", options=options)(x).sum().backward()
+    (plan,), (planned,) = plans, ahead.plans
+    assert {one.storage.placement for one in model.parameters()} == {PRESETS["device"]}
+    assert plan.tiles == planned.tiles and any(tile.activation for tile in plan.tiles)
+    assert "ordinary PyTorch" not in ahead.text()
 
 
 def test_compile_options_replace_those_of_the_model(tmp_path):

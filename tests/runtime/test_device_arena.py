@@ -21,8 +21,8 @@ from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.leases import PAGE
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.sizes import PAGE
 
 TOLERANCE = 0.05
 

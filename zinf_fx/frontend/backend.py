@@ -90,7 +90,8 @@ def zinf(
             config = placed(config, placement)
         check_stage(config)
         many = Ranks.of(config).size > 1  # whose gradients are to be reduced
-        all_stay = requested.placement == "auto" and config.placement == PRESETS["device"]
+        stays = config.placement == PRESETS["device"] and config.activations != "offload"
+        all_stay = requested.placement == "auto" and stays
         if many or not all_stay or config.frozen_dtype is not None:  # in which what is frozen takes less room there
             return _offloaded(module, inputs, config, plans, division)
     # A graph without parameters concerns no other rank, which may have no such graph.

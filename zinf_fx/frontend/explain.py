@@ -102,7 +102,8 @@ class Planning:
         if not self.plans:
             return "No captured graph of the model uses a parameter, so nothing is moved.\n"
         parts = self.decision_texts
-        if self.decision is not None and self.decision.nothing_moves:
+        leaves = any(plan.config.activations == "offload" for plan in self.plans)
+        if self.decision is not None and self.decision.nothing_moves and not leaves:
             parts.append("The model would run as ordinary PyTorch. Ask for another placement to see one.")
         count = len(self.plans)
         if count > 1:
