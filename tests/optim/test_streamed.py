@@ -128,6 +128,19 @@ def test_groups_schedulers_and_parameters_without_gradients(twins):
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_momentum_that_is_zero_for_a_while_is_kept(twins, placement: str):
+    pair = twins(placement, shapes=((30, 40), (50, 60)))
+    both = (optim.SGD, pair.stored), (torch.optim.SGD, pair.masters)
+    sides = [each(side, momentum=0.9, fused=True) for each, side in both]
+    for momentum in (0.9, 0.0, 0.9, 0.9):
+        pair.give_stored_gradients() if placement == "nvme" else pair.give_gradients()
+        for optimizer in sides:
+            optimizer.param_groups[0]["momentum"] = momentum
+            optimizer.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Muon])
 def test_what_a_schedule_changes_at_every_step_is_tried_once(twins, monkeypatch, kind: type, placement: str):
     """The learning rate, momentum or betas, and weight decay. What was worked out for the first step serves on."""

@@ -60,7 +60,7 @@ class Recipes:
 
     def of(self, number: int, group: Group, states: ParameterStates, layout: StateLayout, present: frozenset) -> Recipe:
         """That of a parameter in the group of this number. `present`: the states that hold values."""
-        key = (number, states.place, states.dtype, present, layout.whole)
+        key = (number, states.place, states.dtype, tuple(layout.tensors), present, layout.whole)
         if key not in self._known:
             names = tuple(layout.tensors)
             if layout.whole:  # others may be present, and the class makes what it needs
