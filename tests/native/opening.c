@@ -1,5 +1,6 @@
 /* Each of the calls below that opening an engine makes fails once, for the sanitizers: opening PROVIDER. The linker puts
  * __wrap_NAME in place of NAME, and gives the original the name __real_NAME; libaio's own calls it doesn't reach. */
+#include "check.h"
 #include "engine.h"
 
 #include <errno.h>
@@ -9,14 +10,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
-
-#define CHECK(condition)                                                          \
-    do {                                                                          \
-        if (!(condition)) {                                                       \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);       \
-            exit(1);                                                              \
-        }                                                                         \
-    } while (0)
 
 static int calls, nth, failed; /* the error of the nth call */
 

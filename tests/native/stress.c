@@ -1,5 +1,6 @@
 /* Many threads on one engine, with faults of every transient kind, for the sanitizers: stress PROVIDER FILE SECONDS. */
 #define _GNU_SOURCE
+#include "check.h"
 #include "engine.h"
 #include "faults.h"
 
@@ -13,14 +14,6 @@
 #include <unistd.h>
 
 enum { THREADS = 4, PAGE = 4096, REGION = 64 * PAGE, AT_A_TIME = 4 };
-
-#define CHECK(condition)                                                          \
-    do {                                                                          \
-        if (!(condition)) {                                                       \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);       \
-            exit(1);                                                              \
-        }                                                                         \
-    } while (0)
 
 static zinf_engine *engine;
 static zinf_file *file;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,10 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.optim import blockwise
 from zinf_fx.optim.blockwise import BLOCK, decode, encode
 from zinf_fx.optim.companions import companion_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from gpt import default_dtype
 
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -35,17 +41,6 @@ def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
     """The values of a state that an optimizer shows, in the parameter's shape."""
     codes, scales = (state[one].full_tensor() for one in (name, companion_of(name)))
     return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """In the block, it is what torch makes tensors in when nothing else is said."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 DEFAULTS = {
