@@ -13,9 +13,8 @@ from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile
 from zinf_fx.checkpoint.training.files import MANIFEST
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
-from zinf_fx.checkpoint.training.parts.module import FORMATS
+from zinf_fx.checkpoint.training.parts.module import FORMATS, of_format
 from zinf_fx.errors import CheckpointError
-from zinf_fx.runtime.tensor.quantised import Quantised
 
 _MODEL = "model"
 
@@ -40,7 +39,7 @@ def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, TensorI
         part, _, name = whole.partition("/")
         if part == _MODEL:
             how = formats.get(name)
-            quantised = None if how is None else Quantised(how[0], getattr(torch, how[1]), len(how) > 2)
+            quantised = None if how is None else of_format(how)
             file, offset = _in_one_piece(path, manifest, saved)
             found[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
     return found

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
-from zinf_fx.checkpoint.training.parts.module import COMPOSED, FORMATS, SHAPES
+from zinf_fx.checkpoint.training.parts.module import COMPOSED, FORMATS, SHAPES, of_format
 from zinf_fx.errors import CheckpointError
-from zinf_fx.plan.codec import dtypes
 from zinf_fx.quantisation import dequantised
 from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.runtime.tensor.quantised import Quantised
@@ -89,14 +88,13 @@ def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
                 "made of, whose values only its class knows: load the checkpoint into the model, make an ordinary "
                 "tensor of it, and use export_safetensors()"
             )
-        for name, (form, dtype, *transposed) in values.get(FORMATS, {}).items():
+        for name, how in values.get(FORMATS, {}).items():
             shape = values.get(SHAPES, {}).get(name)
             if shape is None:
                 raise CheckpointError(
-                    f"converting {source} was refused: '{part}/{name}' is quantised as {form}, and its shape is not in "
-                    "the manifest: load the checkpoint into the model, and use export_safetensors()"
+                    f"converting {source} was refused: '{part}/{name}' is quantised as {how[0]}, and its shape is not "
+                    "in the manifest: load the checkpoint into the model, and use export_safetensors()"
                 )
             saved = found[f"{part}/{name}"].saved
-            how = Quantised(form, dtypes()[dtype], bool(transposed))
-            found[f"{part}/{name}"] = Values(saved, tuple(shape), how)
+            found[f"{part}/{name}"] = Values(saved, tuple(shape), of_format(how))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ import torch
 from zinf_fx.checkpoint.naming import unwrapped
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
+from zinf_fx.plan.codec import dtypes
 from zinf_fx.runtime.tensor.local_parameter import made_of
+from zinf_fx.runtime.tensor.quantised import Quantised
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 FORMATS = "quantised"
@@ -108,6 +110,12 @@ def format_of(tensor: torch.Tensor) -> list[str] | None:
         return None
     how = [quantised.format, str(quantised.dtype).removeprefix("torch.")]
     return [*how, "transposed"] if quantised.transposed else how
+
+
+def of_format(how: Sequence[str]) -> Quantised:
+    """What `format_of` says, read again."""
+    form, dtype, *transposed = how
+    return Quantised(form, dtypes()[dtype], bool(transposed))
 
 
 def _words(how: list[str] | None) -> str:
