@@ -3,9 +3,10 @@ at which the program launched each.
 
 Tensors of the device are tensors of the CPU that nobody computes: their memory is never touched, so a model may be far
 larger than this machine. The program is the one that runs on a GPU: the runtime's `Cuda`, over streams and events that
-are modelled here, and the operations of the graph, of which each is a launch. Its time is the processor time of its
-thread. What the stand-in itself takes doesn't count; in its place, a launch takes `launch` seconds: what PyTorch and
-the driver take for one. Where the program waits for the disk or for the device, its time goes on to when that is there.
+are modelled (modelled_time.py), and the operations of the graph, of which each is a launch. Its time is the processor
+time of its thread. What the stand-in itself takes doesn't count; in its place, a launch takes `launch` seconds: what
+PyTorch and the driver take for one. Where the program waits for the disk or for the device, its time goes on to when
+that is there.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from threading import Thread, get_ident
-from types import SimpleNamespace
+from threading import Thread
 from typing import Any
 
 import torch
+from modelled_time import Clock, Disk, Stream, Streams
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from zinf_fx.native.engine import READ
 from zinf_fx.optim import step
 from zinf_fx.optim.beside import Beside
 from zinf_fx.plan import packs
@@ -59,59 +59,6 @@ _NAP = 1e-4
 _CALLS, _TIMES = 500, 5
 
 
-class Clock:
-    """The time of the thread that launches, in seconds; and of another, which has a clock of its own.
-
-    Attributes:
-        waited: seconds for which the first one waited, by what for.
-        waits: from when until when it did, and what for.
-    """
-
-    def __init__(self) -> None:
-        self.launching = get_ident()
-        self._ahead = {self.launching: -time.thread_time()}  # of the processor time
-        self.waited: dict[str, float] = {}
-        self.waits: list[tuple[str, float, float]] = []
-
-    def now(self) -> float:
-        return self.at(time.thread_time())
-
-    def at(self, processor: float) -> float:
-        """The time at which the thread had so many seconds of processor time."""
-        return processor + self._ahead[get_ident()]
-
-    def of_launching(self) -> float:
-        """The time of the thread that launches, for another."""
-        processor = time.clock_gettime(time.pthread_getcpuclockid(self.launching))
-        return processor + self._ahead[self.launching]
-
-    def begin(self, now: float) -> None:
-        """Give this thread a clock."""
-        self._ahead[get_ident()] = now - time.thread_time()
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """A block that takes no time."""
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            self._ahead[get_ident()] -= time.thread_time() - began
-
-    def spend(self, seconds: float) -> None:
-        """Let time pass."""
-        self._ahead[get_ident()] += seconds
-
-    def wait(self, until: float, what: str) -> None:
-        """Let time pass until a moment."""
-        now, thread = self.now(), get_ident()
-        if until > now:
-            self._ahead[thread] += until - now
-            if thread == self.launching:
-                self.waited[what] = self.waited.get(what, 0.0) + until - now
-                self.waits.append((what, now, until))
-
-
 @dataclass(frozen=True)
 class Launch:
     """A kernel or a copy: when the program launched it, from when on the device could have run it, and when it ran.
@@ -136,67 +83,6 @@ class Launch:
         return self.start - self.ready
 
 
-class Event:
-    """Comes at a moment that is known when it is recorded: nothing depends on what is queued later."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock, self.seconds = clock, seconds
-
-    def query(self) -> bool:
-        return self.seconds <= self._clock.now()
-
-    def synchronize(self) -> None:
-        self._clock.wait(self.seconds, "the device")
-
-
-class Stream:
-    """Work in order. `end`: of the last; `after`: the last moment that it waits for."""
-
-    def __init__(self, clock: Clock, number: int) -> None:
-        self._clock, self.cuda_stream = clock, number
-        self.end = self.after = 0.0
-
-    def record_event(self) -> Event:
-        return Event(self._clock, max(self.end, self.after))
-
-    def wait_event(self, event: Event) -> None:
-        self.after = max(self.after, event.seconds)
-
-    def put(self, seconds: float, now: float) -> tuple[float, float, float]:
-        """Queue so many seconds of work: from when on the stream is free, from when on it can, when it begins."""
-        free, ready = self.end, max(self.end, self.after)
-        start = max(ready, now)
-        self.end = start + seconds
-        return free, ready, start
-
-
-class Streams:
-    """What `torch.cuda` is for the runtime's device."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._made: list[Stream] = []
-        self.compute = self.current = self.Stream()
-
-    def Stream(self, device: object = None) -> Stream:
-        self._made.append(Stream(self._clock, len(self._made)))
-        return self._made[-1]
-
-    def current_stream(self, index: object = None) -> Stream:
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def cudart(self) -> SimpleNamespace:
-        return SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-
-
 class StandIn(Cuda):
     """The runtime's device, on modelled streams. `on_host`: what a thread computes on the host in."""
 
@@ -216,48 +102,6 @@ class StandIn(Cuda):
 
     def used_by(self, stream: Stream, memory: torch.Tensor) -> None:
         """The memory is the CPU's, whose allocator knows no streams."""
-
-
-@dataclass
-class Disk:
-    """Requests one after the other, at the described rates: bytes per second."""
-
-    clock: Clock
-    read: float
-    write: float
-    _free: float = 0.0
-
-    def submit(self, operation: int, address: int, offset: int, nbytes: int, *_: object, **__: object) -> DiskTicket:
-        """As a `File`."""
-        with self.clock.stopped():
-            now = self.clock.now()
-            rate = self.read if operation == READ else self.write
-            start = max(self._free, now)
-            self._free = start + nbytes / rate
-            return DiskTicket(self.clock, start, self._free, "reads" if operation == READ else "writes")
-
-    def detach(self) -> None:
-        """As a `File`."""
-
-
-class DiskTicket:
-    """A request that is done at a known moment."""
-
-    def __init__(self, clock: Clock, start: float, end: float, what: str) -> None:
-        self._clock, self._start, self._end, self._what = clock, start, end, what
-
-    def done(self) -> bool:
-        return self._end <= self._clock.now()
-
-    def wait(self) -> None:
-        self._clock.wait(self._end, self._what)
-
-    def span(self) -> DiskTicket:
-        return self
-
-    def seconds(self) -> tuple[float, float] | None:
-        """As a `Span`."""
-        return (self._start, self._end) if self.done() else None
 
 
 class OnHost(TorchDispatchMode):
