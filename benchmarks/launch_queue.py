@@ -169,7 +169,7 @@ class StandInBeside(Beside):
             return True
         self._came, self._awaited = 0.0, is_so
         try:
-            return super().wait(is_so)
+            return super().wait(lambda: self._came > 0) or is_so()
         finally:
             self._awaited = None
             self._clock.wait(self._came, "the optimizer")
@@ -182,8 +182,8 @@ class StandInBeside(Beside):
 
     def _go_on_and_look(self) -> bool:
         more = self._step()
-        if (awaited := self._awaited) is not None and not self._came and awaited():
-            self._came = self._clock.now()
+        if (awaited := self._awaited) is not None and awaited():
+            self._came, self._awaited = self._clock.now(), None  # from here on, this thread keeps step again
         return more
 
 
