@@ -62,6 +62,7 @@ def cases(scale: float) -> list[Case]:
     states = {"parameters": "device", "gradients": "device", "optimizer": "nvme"}
     activations = {"activations": "nvme"}
     frozen = {"parameters": "nvme"}
+    compiled = {"placement": "nvme", "compute": "inductor"}
     return [
         Case("compute", gpt(6, 768, 256), 8, {"placement": "device"}),
         Case("disk: frozen weights are read", gpt(6, 2560, 16), 1, {"placement": frozen, "residency": False}, True),
@@ -69,6 +70,7 @@ def cases(scale: float) -> list[Case]:
         Case("activations", gpt(8, 512, 512), 8, {"placement": activations, "activations": "offload"}),
         Case("everything on NVMe", gpt(6, 1536, 128), 4, {"placement": "nvme"}),
         Case("the same, the optimizer overlaps", gpt(6, 1536, 128), 4, {"placement": "nvme"}, overlap=True),
+        Case("the same, compiled regions", gpt(6, 1536, 128), 4, compiled, overlap=True),
     ]
 
 

@@ -14,6 +14,7 @@ from zinf_fx.errors import PlanError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.passes.ir import timing
 from zinf_fx.passes.ir.timing import OperatorTimer
+from zinf_fx.runtime.execute.inductor import CompiledRegion
 
 
 def _operator(call, *values: object) -> list[fx.Node]:
@@ -80,6 +81,20 @@ def test_every_operator_of_a_plan_has_its_seconds(trains: bool, pack: str | None
     assert any(tile.members for tile in plan.tiles) == (pack == "auto")
     assert set(found) == {(graph.kind, one.index) for graph in plan.graphs for one in graph.operators}
     assert all(found[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
+
+
+def test_compiled_regions_are_timed_as_they_run(monkeypatch):
+    found = []
+    measured = timing._measured
+    monkeypatch.setattr(timing, "_measured", lambda *operator: found.append(operator[0]) or measured(*operator))
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        inputs = torch.zeros(3, 32)
+    with torch.no_grad():
+        planning = plan_model(_Mean(model), (inputs,), placement="nvme", compute="inductor", timed=True)
+    regions = [n.target for module in found for n in module.graph.nodes if isinstance(n.target, CompiledRegion)]
+    assert regions and all(one.is_compiled for one in regions)
+    assert any(seconds > 0 for seconds in planning.seconds[0].values())
 
 
 class _Mean(torch.nn.Module):

@@ -32,7 +32,7 @@ from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
 from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
-from zinf_fx.passes.ir.rewriting import copied_module
+from zinf_fx.passes.ir.rewriting import copied, copied_module
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
@@ -118,7 +118,7 @@ class Capture:
     def compile(self) -> Callable[..., Any]:
         """Plan the graph; the result is called with the values of the graph's inputs."""
         if self.config.compute == "inductor" and self._compiles:
-            check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
+            self._check_can_compile()
         if self._compiles and self.holds_sizes:
             hold_sizes([one.given for one in self._inputs])
         self._together.check_together(self._inputs)
@@ -287,6 +287,18 @@ class Capture:
         position_of = {token: position for position, token in context.gradients.items()}
         tokens = {tile: context.keys[tile].token for tile in gradients_left_alone(module.graph)}
         return {t: position_of[one] for t, one in tokens.items() if context.tiles[one].name not in self._standing_in}
+
+    def runnable(self) -> dict[GraphKind, tuple[fx.Graph, dict[str, CompiledRegion]]]:
+        """The planned graphs, by kind, as they would run here; and by the names of the nodes that stand for compiled
+        regions, if any, what computes these. Raises: ConfigError when there is nothing to compile them with."""
+        if self.config.compute != "inductor":
+            return {kind: (graph, {}) for kind, graph in self.graphs.items()}
+        self._check_can_compile()
+        copies = {kind: copied(graph) for kind, graph in self.graphs.items()}
+        return {kind: (graph, self._regions(graph, self._contexts[kind])) for kind, graph in copies.items()}
+
+    def _check_can_compile(self) -> None:
+        check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
 
     def _regions(self, graph: fx.Graph, context: GraphContext) -> dict[str, CompiledRegion]:
         """Put the operations of a planned graph into regions. By the names of the nodes that stand for these, what

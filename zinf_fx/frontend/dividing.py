@@ -25,6 +25,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import GraphKind
 from zinf_fx.plan.sharding import Groups
+from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.tensor_parallel import found_by_first
 
@@ -52,11 +53,10 @@ class PlannedGraph:
         """Whether the graph uses parameters."""
         return self.plan is not None and any(graph.tiles for graph in self.plan.graphs)
 
-    @property
-    def graphs(self) -> Mapping[GraphKind, fx.Graph]:
-        """The planned graphs, by kind."""
+    def runnable(self) -> dict[GraphKind, tuple[fx.Graph, dict[str, CompiledRegion]]]:
+        """As `Capture.runnable`."""
         self.capture.planned(**self.asked)  # which may have been asked for another plan since
-        return self.capture.graphs
+        return self.capture.runnable()
 
     def noted_division(self) -> dict[str, object]:
         """The options of how the batch is divided. Where they were decided, the log says so."""

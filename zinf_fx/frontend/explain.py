@@ -210,7 +210,7 @@ def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
 
     timer = OperatorTimer()
     for one in planned:
-        taken = {kind: timer.operators(graph) for kind, graph in one.graphs.items()}
+        taken = {kind: timer.operators(*graph) for kind, graph in one.runnable().items()}
         yield {
             (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
             for graph in one.plan.graphs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,21 +23,26 @@ _SECONDS, _TIMES = 0.2, 3
 _CACHES, _TURNS = 64 << 20, 8
 _NORMAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+Regions = Mapping[str, Callable[[list], Any]]
+"""By the names of nodes that stand for regions, what computes them, from a list of what they take."""
+
+_NONE: Regions = MappingProxyType({})
+
 
 class OperatorTimer:
     """Runs operators on made-up values of their inputs' shapes, strides and dtypes; equal operators once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, float] = {}
+        self._known: dict[Hashable, float] = {}
 
-    def operators(self, graph: fx.Graph) -> dict[int, float]:
+    def operators(self, graph: fx.Graph, regions: Regions = _NONE) -> dict[int, float]:
         """Seconds of every operator of a planned graph. Raises: PlanError for one that can't be run by itself."""
-        return {number: self.seconds(nodes) for number, nodes in computing(graph).items()}
+        return {number: self.seconds(nodes, regions) for number, nodes in computing(graph).items()}
 
-    def seconds(self, nodes: Sequence[fx.Node]) -> float:
+    def seconds(self, nodes: Sequence[fx.Node], regions: Regions = _NONE) -> float:
         """Of some nodes in a row, as one program. Raises: PlanError."""
-        module, inputs = _extracted(nodes)
-        key = "\n".join([module.code, *map(_described, inputs)])
+        module, inputs = _extracted(nodes, regions)
+        key = (module.code, *map(_described, inputs), *(regions.get(node.name) for node in nodes))
         if key not in self._known:
             try:
                 self._known[key] = _measured(module, inputs)
@@ -49,7 +55,7 @@ class OperatorTimer:
         return self._known[key]
 
 
-def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+def _extracted(nodes: Sequence[fx.Node], regions: Regions) -> tuple[fx.GraphModule, list[fx.Node]]:
     """A program of these nodes, which returns what others use, and the nodes that are its inputs."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
@@ -59,6 +65,8 @@ def _extracted(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]
     for number, node in enumerate(nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
         target = _RUN_AS.get(node.target, node.target)
+        if (region := regions.get(node.name)) is not None:
+            target, args = region, (list(args),)
         new[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
     graph.output(tuple(new[node] for node in nodes if not inside.issuperset(node.users)))
     return fx.GraphModule(nodes[0].graph.owning_module or {}, graph), inputs
