@@ -18,7 +18,7 @@ from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
+from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
@@ -345,6 +345,25 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
         found.append(GraphSchedule(kind, tiles, operators, events))
     config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": state_tier})
     return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("chunks_together", [CHUNKS, 6, 12])
+def test_all_states_are_read_once_in_a_step(chunks_together: int, overlap: bool):
+    """Some of them in backward, for the next step, where that goes on by itself: one at an operator."""
+    plan, count = of_parameters(5), 10
+    element = sum(chunk.read for chunk in chunks(plan)) // sum(chunk.elements for chunk in chunks(plan))
+    regions = MemoryRegions(chunk_elements=BLOCK // 2, chunk_count=chunks_together)
+    plan = replace(plan, regions=regions)
+    seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(5)}
+    jobs = event_graph(plan, ONE, seconds, overlap=overlap)
+    reads = [job for job in jobs if job.kind == "read_states"]
+    assert len(chunks(plan)) == count
+    assert sum(job.nbytes for job in reads) == element * 5 * BLOCK
+    at = {job.name: number for number, job in enumerate(jobs)}
+    early = [job for job in reads if jobs.index(job) > at["backward 0"]]
+    wanted = min(chunks_together - 1, 5) if overlap and chunks_together > CHUNKS else 0
+    assert len(early) == (wanted if overlap else count)
 
 
 def test_forward_waits_for_the_parameters_that_it_uses_and_no_others():

@@ -24,8 +24,9 @@ Dependencies alone don't have that path: it also leads through what kept a resou
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from zinf_fx.config import Tier
@@ -123,7 +124,7 @@ def event_graph(
         raise PlanError(
             "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
         )
-    builder = _Builder(plan, hardware, compute, in_backward)
+    builder = _Builder(plan, hardware, compute, in_backward, is_followed=overlap and not in_backward)
     if overlap and not in_backward:
         builder.add_optimizer()
     for before in range(accumulate):
@@ -152,7 +153,10 @@ class _Adding:
 class _Builder:
     """Jobs so far, and what those to come wait for."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool) -> None:
+    def __init__(
+        self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool, *, is_followed: bool
+    ) -> None:
+        """`is_followed`: the optimizer's step goes on after the program has come to its end."""
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
         self._program: tuple[int, ...] = ()  # the operator before
@@ -160,12 +164,12 @@ class _Builder:
         self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
-        # Numbers of chunks of the next step, and bytes of states that backward reads for it where there is room.
-        self._early: deque[tuple[int, int]] = deque()
         self._adding: _Adding | None = None  # gradients to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
         # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
         self._chunks = deque(chunks(plan, in_backward, in_backward and hardware.unified))
+        # By the numbers of chunks of the next step, bytes of their states that are still to be read in backward.
+        self._early = _read_in_backward(plan, self._chunks) if is_followed else {}
         self._updates: list[tuple[int, ...]] = []
         self._writes: list[tuple[int, ...]] = []
         # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
@@ -185,7 +189,7 @@ class _Builder:
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
             self._left = []
-        apart = len(graph.operators) // (len(self._early) + 1) + 1
+        apart = max(len(graph.operators) // max(len(self._early), 1), 1)
         for operator in (HEAD, *(one.index for one in graph.operators)):
             computed: list[Event] = []
             waits: list[int] = []
@@ -227,10 +231,7 @@ class _Builder:
         before = gradients
         before += self._updates[number - together + 1] if number > together - 2 else ()
         before += self._writes[number - together] if number > together - 1 else ()
-        reads_early = number < together - 1 and together > CHUNKS and not self._in_backward
-        early = min(chunk.states, chunk.read) if reads_early else 0
-        if early:
-            self._early.append((number, early))
+        early = self._early.get(number, 0)
         resource, seconds = self._updated_by(chunk)
         more = {"parameters": chunk.names}
         if read := self._disk(chunk.read - early, 0):
@@ -253,7 +254,9 @@ class _Builder:
             self._update(chunk, tuple(job for name in chunk.names for job in self._whole[name]))
 
     def _read_early(self) -> None:
-        number, nbytes = self._early.popleft()
+        """The states of the first chunk of the next step of which none are read yet."""
+        number = next(iter(self._early))
+        nbytes = self._early.pop(number)
         self._add(f"read_states {number}", "disk", self._disk(nbytes, 0), self._program, nbytes)
 
     def _updated_by(self, chunk: Chunk) -> tuple[Resource, float]:
@@ -390,3 +393,14 @@ class _Builder:
             self._started = 0
         self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load, blocks, parameters))
         return len(self.jobs) - 1
+
+
+def _read_in_backward(plan: Plan, several: Iterable[Chunk]) -> dict[int, int]:
+    """By the numbers of chunks, bytes of their states that backward reads for the next step: of as many chunks as there
+    is room for but one, and one at each operator."""
+    together = plan.regions.chunk_count
+    if together == CHUNKS:
+        return {}
+    operators = sum(len(graph.operators) for graph in plan.graphs if graph.kind == "backward")
+    early = islice(enumerate(several), min(together - 1, operators))
+    return {number: nbytes for number, chunk in early if (nbytes := min(chunk.states, chunk.read))}
