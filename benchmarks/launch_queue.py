@@ -161,7 +161,7 @@ class StandInBeside(Beside):
         super().__init__(device, self._go_on_and_look)
         self._step, self._clock = go_on, device._on_host.clock
         self._awaited: Callable[[], bool] | None = None
-        self._came = 0.0
+        self._came = self._ended = 0.0  # when what is awaited came, and when the last part of the work ended
         device._on_host.beside = self
 
     def wait(self, is_so: Callable[[], bool]) -> bool:
@@ -169,6 +169,9 @@ class StandInBeside(Beside):
             return True
         self._came, self._awaited = 0.0, is_so
         try:
+            if is_so():  # since the line before
+                self._came = self._ended
+                return True
             return super().wait(lambda: self._came > 0) or is_so()
         finally:
             self._awaited = None
@@ -182,8 +185,9 @@ class StandInBeside(Beside):
 
     def _go_on_and_look(self) -> bool:
         more = self._step()
+        self._ended = self._clock.now()
         if (awaited := self._awaited) is not None and awaited():
-            self._came, self._awaited = self._clock.now(), None  # from here on, this thread keeps step again
+            self._awaited, self._came = None, self._ended  # from here on, this thread keeps step again
         return more
 
 

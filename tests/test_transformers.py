@@ -267,7 +267,7 @@ def test_a_checkpoint_that_is_converted_is_never_whole_in_memory(tmp_path: Path)
     command = [sys.executable, "-c", LOADED, tmp_path / "saved", tmp_path / "store", Path(__file__).parent]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     nbytes = sum(p.nbytes for p in saved.parameters())
-    assert peak < nbytes  # half of what it becomes, with what is mapped of the file
+    assert peak < nbytes  # in fp32 it has twice as many; what is mapped of the file counts, too
 
 
 @pytest.mark.parametrize("given", [None, "0"])

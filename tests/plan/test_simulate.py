@@ -347,23 +347,32 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
     return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
 
 
+@pytest.mark.parametrize(("chunks_together", "read_early"), [(CHUNKS, 0), (4, 3), (5, 4), (12, 5)])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("chunks_together", [CHUNKS, 6, 12])
-def test_all_states_are_read_once_in_a_step(chunks_together: int, overlap: bool):
-    """Some of them in backward, for the next step, where that goes on by itself: one at an operator."""
-    plan, count = of_parameters(5), 10
-    element = sum(chunk.read for chunk in chunks(plan)) // sum(chunk.elements for chunk in chunks(plan))
+def test_all_states_are_read_once_in_a_step(chunks_together: int, read_early: int, overlap: bool):
+    """Some of them in backward, for the next step, where that goes on by itself: one at each of its 5 operators."""
     regions = MemoryRegions(chunk_elements=BLOCK // 2, chunk_count=chunks_together)
-    plan = replace(plan, regions=regions)
+    plan = replace(of_parameters(5), regions=regions)
     seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(5)}
     jobs = event_graph(plan, ONE, seconds, overlap=overlap)
-    reads = [job for job in jobs if job.kind == "read_states"]
-    assert len(chunks(plan)) == count
-    assert sum(job.nbytes for job in reads) == element * 5 * BLOCK
-    at = {job.name: number for number, job in enumerate(jobs)}
-    early = [job for job in reads if jobs.index(job) > at["backward 0"]]
-    wanted = min(chunks_together - 1, 5) if overlap and chunks_together > CHUNKS else 0
-    assert len(early) == (wanted if overlap else count)
+    reads = [(number, job.nbytes) for number, job in enumerate(jobs) if job.kind == "read_states"]
+    assert len(reads) == len(chunks(plan)) == 10
+    assert sum(nbytes for _, nbytes in reads) == sum(chunk.read for chunk in chunks(plan))
+    begin = [job.name for job in jobs].index("backward 0")
+    assert sum(number > begin for number, _ in reads) == (read_early if overlap else 10)
+
+
+def test_no_gradient_is_read_before_it_is_there():
+    """Of states in host memory, whose gradients alone are read."""
+    shape, where = (BLOCK,), {"tier": "host", "gradient_tier": "nvme", "state_tier": "host"}
+    tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(2))
+    plan = of_parameters(2)
+    graphs = tuple(replace(graph, tiles=tiles) for graph in plan.graphs)
+    plan = replace(plan, graphs=graphs, regions=MemoryRegions(chunk_elements=BLOCK, chunk_count=CHUNKS + 1))
+    assert all(chunk.read and not chunk.read_early for chunk in chunks(plan))
+    seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(2)}
+    names = [job.name for job in event_graph(plan, ONE, seconds, overlap=True)]
+    assert names.index("read_states 1") < names.index("forward 0")
 
 
 def test_forward_waits_for_the_parameters_that_it_uses_and_no_others():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.optim.beside import Beside
 from zinf_fx.plan.hardware import Hardware, Link, Memory, load
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import device
@@ -183,11 +185,14 @@ def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     assert any(kernel.ready - kernel.free > 1 for kernel in after) == is_bounded
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(("in_backward", "late"), [(False, 0), (True, 0), (False, 0.02)])
 def test_the_program_waits_for_the_optimizer_where_it_needs_its_values(
-    trained: Callable[..., Training], in_backward: bool
+    trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, in_backward: bool, late: float
 ) -> None:
-    """The CPU's update has a thread of its own: what backward launches does not wait for it."""
+    """The CPU's update has a thread of its own: what backward launches does not wait for it. `late`: seconds, which
+    aren't modelled, that the program takes to wake up when what it waits for is there."""
+    wait = Beside.wait
+    monkeypatch.setattr(Beside, "wait", lambda *given: (wait(*given), time.sleep(late))[0])
     training = trained("infinity-cpu")
     with _disable_current_modes():
         parameters = training.model.parameters()

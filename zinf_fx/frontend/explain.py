@@ -132,14 +132,14 @@ def plan_model(
     The model may be ordinary, offloaded, compiled, or on the meta device; it is neither changed nor run. An offloaded
     model keeps the options that its states were made with, and the other ones apply. Example inputs on the meta device
     stand for zeros. Grad mode decides between training and inference, as for a real call. `timed`: measure the
-    operators on this machine, for which every distinct one is run. `hardware`: what "auto" decides for, and the rates
-    that it weighs choices with; default this machine, at rates that are nominal, and measured ones for activations.
-    `state_dtype`: what Adam's moments are to be kept in, and `master_dtype` masters of bf16 parameters; default as the
-    optimizer that the parameters have keeps them, if any.
+    operators on this machine, for which every distinct one is run, and its regions are compiled where that is asked
+    for. `hardware`: what "auto" decides for, and the rates that it weighs choices with; default this machine, at rates
+    that are nominal, and measured ones for activations. `state_dtype`: what Adam's moments are to be kept in, and
+    `master_dtype` masters of bf16 parameters; default as the optimizer that the parameters have keeps them, if any.
 
-    Raises: ConfigError for bad options, or ones that contradict how the model was offloaded;
-    StoredTensorError for a parameter that can't be stored; PlanError when a budget is too small, or the model can't be
-    captured; and what the model itself raises.
+    Raises: ConfigError for bad options, ones that contradict how the model was offloaded, and regions that are to be
+    timed without a compiler; StoredTensorError for a parameter that can't be stored; PlanError when a budget is too
+    small, or the model can't be captured; and what the model itself raises.
     """
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
@@ -210,7 +210,7 @@ def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
 
     timer = OperatorTimer()
     for one in planned:
-        taken = {kind: timer.operators(*graph) for kind, graph in one.runnable().items()}
+        taken = {kind: timer.operators(graph, regions) for kind, (graph, regions) in one.runnable().items()}
         yield {
             (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
             for graph in one.plan.graphs

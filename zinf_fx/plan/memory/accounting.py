@@ -117,6 +117,7 @@ class Update:
         elements: that this rank updates.
         states: bytes of states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it.
+        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
         codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
     """
 
@@ -126,6 +127,7 @@ class Update:
     states: int
     read: int
     written: int
+    gradients: int
     codes: int
     splits: int
 
@@ -166,12 +168,13 @@ def updates(plan: Plan, in_backward: bool = False, in_place: bool = False) -> li
         states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
         stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
         is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
-        read = stored + (value if is_read else 0)
+        gradients = value if is_read else 0
+        read = stored + gradients
         read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
         written = stored + (value if tile.tier == "nvme" else 0)
         codes, splits = (sum(counts) * each for each in tile.states.recoded)
         on_device = tile.state_tier == "device"
-        found.append(Update(tile.name, on_device, sum(counts), sum(states), read, written, codes, splits))
+        found.append(Update(tile.name, on_device, sum(counts), sum(states), read, written, gradients, codes, splits))
     return found
 
 
@@ -191,10 +194,16 @@ class Chunk:
     states: int
     read: int
     written: int
+    gradients: int
     codes: int
     splits: int
     names: tuple[str, ...]
     ends: tuple[str, ...]
+
+    @property
+    def read_early(self) -> int:
+        """Of the bytes that are read, those that backward may read for the next step."""
+        return self.read - self.gradients
 
 
 def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Chunk]:
@@ -215,7 +224,7 @@ def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> lis
 def _chunk(on_device: bool, pieces: list[tuple[Update, int, int]]) -> Chunk:
     """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
     sums = []
-    for name in ("elements", "states", "read", "written", "codes", "splits"):
+    for name in ("elements", "states", "read", "written", "gradients", "codes", "splits"):
         whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
         sums.append(sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole))
     ends = (update.name for update, _, stop in pieces if stop == update.elements)

@@ -27,7 +27,7 @@ def chunks_wanted(plan: Plan, rates: Rates) -> int:
     update = 2 * sum(one.states for one in updates(plan)) / rates.memory
     waits = _disk(of_phase["forward"] + step, rates) - _computing(forward, rates) - update
     idle = _computing(backward, rates) - _disk(of_phase["backward"], rates)
-    ahead = min(several[0].states, several[0].read) / rates.disk_read  # seconds
+    ahead = several[0].read_early / rates.disk_read  # seconds
     if not ahead or min(waits, idle) <= 0:
         return CHUNKS
     wanted = min(CHUNKS + ceil(min(waits, idle) / ahead), len(several) // 2)

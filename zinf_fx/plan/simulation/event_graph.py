@@ -8,7 +8,8 @@ Where the program computes on processors that the disk needs, too, it takes time
 computed next takes longer by it.
 
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
-the step before, and the forward pass waits for each parameter that it uses. An optimizer that steps in backward begins
+the step before, and the forward pass waits for each parameter that it uses; where there is room, the backward pass
+reads what comes first of the next one. An optimizer that steps in backward begins
 with each chunk when its gradients are whole. It updates on the host where a device has memory of its own, beside what
 that computes, and else on what computes.
 
@@ -124,13 +125,14 @@ def event_graph(
         raise PlanError(
             "with partition='owner' each rank does something else: only steps in which all do the same are simulated"
         )
-    builder = _Builder(plan, hardware, compute, in_backward, is_followed=overlap and not in_backward)
-    if overlap and not in_backward:
+    goes_on = overlap and not in_backward
+    builder = _Builder(plan, hardware, compute, in_backward, goes_on=goes_on)
+    if goes_on:
         builder.add_optimizer()
     for before in range(accumulate):
         for number in range(len(plan.graphs)):
             builder.add_graph(number, adds=before > 0)
-    if in_backward or not overlap:
+    if not goes_on:
         builder.add_optimizer()
     return builder.jobs
 
@@ -153,10 +155,8 @@ class _Adding:
 class _Builder:
     """Jobs so far, and what those to come wait for."""
 
-    def __init__(
-        self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool, *, is_followed: bool
-    ) -> None:
-        """`is_followed`: the optimizer's step goes on after the program has come to its end."""
+    def __init__(self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool, *, goes_on: bool) -> None:
+        """`goes_on`: the optimizer's step does, in the next forward pass."""
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
         self._program: tuple[int, ...] = ()  # the operator before
@@ -168,8 +168,8 @@ class _Builder:
         self._started = 0  # transfers of the disk, since something was computed
         # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
         self._chunks = deque(chunks(plan, in_backward, in_backward and hardware.unified))
-        # By the numbers of chunks of the next step, bytes of their states that are still to be read in backward.
-        self._early = _read_in_backward(plan, self._chunks) if is_followed else {}
+        # By the numbers of chunks of the next step, the bytes that are still to be read of them in backward.
+        self._early = _read_in_backward(plan, self._chunks) if goes_on else {}
         self._updates: list[tuple[int, ...]] = []
         self._writes: list[tuple[int, ...]] = []
         # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
@@ -396,11 +396,11 @@ class _Builder:
 
 
 def _read_in_backward(plan: Plan, several: Iterable[Chunk]) -> dict[int, int]:
-    """By the numbers of chunks, bytes of their states that backward reads for the next step: of as many chunks as there
-    is room for but one, and one at each operator."""
+    """By the numbers of chunks, the bytes that backward reads for the next step: of as many chunks as there is room for
+    but one, and of one at each operator at most."""
     together = plan.regions.chunk_count
     if together == CHUNKS:
         return {}
     operators = sum(len(graph.operators) for graph in plan.graphs if graph.kind == "backward")
     early = islice(enumerate(several), min(together - 1, operators))
-    return {number: nbytes for number, chunk in early if (nbytes := min(chunk.states, chunk.read))}
+    return {number: chunk.read_early for number, chunk in early if chunk.read_early}
