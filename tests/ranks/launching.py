@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Collection
@@ -44,7 +45,8 @@ def on_ranks(
         for rank, pipe in enumerate(pipes):
             try:
                 ready = pipe.poll(timeout)
-                results.append(pipe.recv() if ready else ("failed", f"rank {rank} did not end within {timeout} s"))
+                late = "failed", f"rank {rank} did not end within {timeout} s"
+                results.append(pickle.loads(pipe.recv_bytes()) if ready else late)
             except EOFError:
                 how = ("done", None) if rank in killed else ("failed", f"rank {rank} ended without a result")
                 results.append(how)
@@ -70,11 +72,12 @@ def _run(
         torch.set_num_threads(1)
         store = dist.TCPStore(_HERE, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        pipe.send(("done", body(rank, *arguments)))
+        # Not `send`, which shares the memory of tensors: that is gone with this process.
+        pipe.send_bytes(pickle.dumps(("done", body(rank, *arguments))))
         with contextlib.suppress(RuntimeError):  # another rank may have ended
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("failed", traceback.format_exc())))
     finally:
         atexit._run_exitfuncs()  # a process that was forked leaves them out
