@@ -25,6 +25,8 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[floa
     losses = []
     for convert in STEPS:
         convert(model)
+        if torch.__version__ < "2.12":  # it doesn't notice by itself
+            torch._dynamo.reset()
         run = wrap(model)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
         for (batch,) in training.batches(2, dist.get_rank(), 1):
