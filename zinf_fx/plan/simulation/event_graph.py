@@ -9,9 +9,9 @@ computed next takes longer by it.
 
 The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
 the step before, and the forward pass waits for each parameter that it uses; where there is room, the backward pass
-reads what comes first of the next one. An optimizer that steps in backward begins
-with each chunk when its gradients are whole. It updates on the host where a device has memory of its own, beside what
-that computes, and else on what computes.
+reads what comes first of the next one. An optimizer that steps in backward begins with each chunk when its gradients
+are whole. It updates on the host where a device has memory of its own, beside what that computes, and else on what
+computes.
 
 A loop that accumulates gradients runs the graphs once per micro-batch. From its second backward pass on, a gradient is
 added to what is there, which comes to where it was computed; the program waits for that.
