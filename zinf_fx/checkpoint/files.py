@@ -14,6 +14,7 @@ from pathlib import Path
 from zinf_fx.checkpoint import freeing
 from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.native.engine import WRITE, File, FileTicket
+from zinf_fx.regular_files import NotRegularError, open_regular
 
 LOCK = "lock"
 
@@ -98,6 +99,8 @@ def refusals(attempt: str, path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "see the system's log")
+        if isinstance(error, NotRegularError):
+            hint = "move it elsewhere"
         reason = error.strerror or str(error)
         raise CheckpointError(f"{attempt} failed at {path}: {reason}; {hint}") from error
 
@@ -113,7 +116,7 @@ def locked(directory: Path) -> Iterator[None]:
     path, pid = directory / LOCK, os.getpid()
     while True:
         with refusals("saving a checkpoint", path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            fd = _made_or_there(path)
         try:
             _lock(fd, directory)
             if _is_at(fd, path):  # else who had the lock has removed its file, and another one may have made it anew
@@ -124,6 +127,16 @@ def locked(directory: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+
+def _made_or_there(path: Path) -> int:
+    """A descriptor of the lock's file."""
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # who had it has removed it meanwhile
+                return open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
 
 
 def _lock(fd: int, directory: Path) -> None:

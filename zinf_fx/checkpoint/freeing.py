@@ -50,7 +50,7 @@ def _opened_if_large(path: Path) -> int | None:
     try:
         info = path.lstat()
         if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and taken_by(info) >= LARGE:
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         pass
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -15,12 +14,16 @@ from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwra
 from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
+from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError
+from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
+from zinf_fx.regular_files import read_regular
 from zinf_fx.runtime.tensor.copies import stored_as
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
 
 _SHOWN = 3  # of many names, in an error
+_LARGEST_INDEX = 1 << 28  # bytes
 
 
 def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
@@ -83,11 +86,8 @@ def places_of(path: Path) -> dict[str, TensorInFile]:
         )
     if found.suffix != ".json":
         return places_in(found)
-    try:
-        weight_map: Mapping[str, str] = json.loads(found.read_text())["weight_map"]
-        files = list(dict.fromkeys(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{found}' is no index of safetensors files: {error!r}. Give one, or a file") from error
+    weight_map = _weight_map(found)
+    files = list(dict.fromkeys(weight_map.values()))
     by_file = {name: places_in(_file_of(found, name)) for name in files}
     missing = [name for name, file in weight_map.items() if name not in by_file[file]]
     if missing:
@@ -95,6 +95,22 @@ def places_of(path: Path) -> dict[str, TensorInFile]:
             f"'{found}' names {_some(missing)}, which the files don't have: they are not of one checkpoint"
         )
     return {name: by_file[file][name] for name, file in weight_map.items()}
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor, by its name. Raises: CheckpointError for what is no index."""
+    try:
+        content = parsed(read_regular(index, _LARGEST_INDEX).decode(), "it", "index", CheckpointError)
+        if not isinstance(content, dict) or not isinstance(weight_map := content.get("weight_map"), dict):
+            raise CheckpointError('it has no field "weight_map" with the names of tensors')
+        for name, file in weight_map.items():
+            if not name.isprintable():
+                raise CheckpointError(f"it has the name {shortened(name)}, which can't be printed")
+            if not isinstance(file, str):
+                _file_of(index, file)
+    except (OSError, ValueError, CheckpointError) as error:
+        raise CheckpointError(f"'{index}' is no index of safetensors files: {error}. Give one, or a file") from error
+    return weight_map
 
 
 def _file_of(index: Path, name: object) -> Path:

@@ -17,7 +17,10 @@ from pathlib import Path
 import safetensors
 import torch
 
+from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError
+from zinf_fx.plan.files.parsing import parsed
+from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.runtime.tensor.quantised import Quantised
 
@@ -123,7 +126,7 @@ class WeightFiles:
         Raises: CheckpointError for a file that is shorter by now; OSError.
         """
         if place.path not in self._open:
-            self._open[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._open[place.path] = open_regular(place.path)
         left, offset = octets(memory), place.offset + first
         while left:
             count = os.preadv(self._open[place.path], [left], offset)
@@ -180,16 +183,19 @@ def places_in(path: Path) -> dict[str, TensorInFile]:
     dtype that torch doesn't have.
     """
     try:
-        with safetensors.safe_open(path, framework="pt"):
-            pass  # checks the header, and that the file is as long as it says
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
+            with safetensors.safe_open(path, framework="pt"):
+                pass  # checks the header, and that the file is as long as it says
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, dict] = json.loads(file.read(length))
-    except (OSError, safetensors.SafetensorError) as error:
+            text = file.read(length).decode()
+        header: dict[str, dict] = parsed(text, "its header", "header", CheckpointError)
+    except (OSError, ValueError, CheckpointError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"'{path}' can't be read as a safetensors file: {error}. Copy it anew") from error
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
+        if not name.isprintable():  # it would command the terminal that it is printed on
+            raise CheckpointError(f"'{path}' has the tensor {shortened(name)}, whose name can't be printed: rename it")
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(

@@ -94,7 +94,7 @@ class ShardWriter:
         if self._failure is None:
             self._path = shard.path
             try:
-                self._fd = os.open(shard.path, os.O_WRONLY | os.O_CLOEXEC)
+                self._fd = os.open(shard.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except OSError as error:
                 self._failure = error
             self.write(memoryview(shard.begin))

@@ -12,6 +12,7 @@ from pathlib import Path
 from zinf_fx.checkpoint.files import Files, refusals
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, direct_alignment, is_direct
+from zinf_fx.regular_files import NotRegularError, open_regular
 from zinf_fx.runtime.disk.probe import FATAL_FOR_EVERY_PROVIDER, candidates, listed
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.sizes import PAGE
@@ -65,7 +66,7 @@ class OpenFiles(Sequence[File]):
         os.close(fd)
 
     def _attached(self, path: Path) -> tuple[int, File]:
-        flags = (os.O_RDONLY if self._files is None else os.O_RDWR) | os.O_CLOEXEC
+        flags = os.O_RDONLY if self._files is None else os.O_RDWR | os.O_NOFOLLOW
         fd = _open(path, flags | os.O_DIRECT if self._is_direct else flags)
         try:
             alignment = direct_alignment(fd) if self._is_direct else PAGE
@@ -119,9 +120,10 @@ def _working(paths: Sequence[Path], files: Files | None) -> OpenFiles:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags)
+        return open_regular(path, flags)
     except OSError as error:
-        if flags & os.O_DIRECT and error.errno not in FATAL_FOR_EVERY_PROVIDER:
+        is_regular = not isinstance(error, NotRegularError)
+        if is_regular and flags & os.O_DIRECT and error.errno not in FATAL_FOR_EVERY_PROVIDER:
             raise StoreError("open", path, "the file can't be opened for direct I/O", errno=error.errno) from error
         with refusals("opening a data file", path):
             raise

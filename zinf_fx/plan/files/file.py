@@ -3,6 +3,7 @@ before it is a plan."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from zinf_fx.plan.codec import decode
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.files.soundness import check_sound
 from zinf_fx.plan.plan import FORMAT, SCHEMA, Plan
+from zinf_fx.regular_files import read_at_once
 
 # A plan of a trillion parameters takes some megabytes.
 _LARGEST_FILE = 1 << 30
@@ -24,12 +26,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     path = Path(path)
     what = f"plan file {path}"
     try:
-        with path.open("rb") as file:
-            found = file.read(_LARGEST_FILE + 1)  # what is no regular file doesn't say how much there is
-        if len(found) > _LARGEST_FILE:
-            raise PlanFileError(f"{what} has more bytes than {_LARGEST_FILE}, and no plan has")
-        text = found.decode("utf-8")
+        text = read_at_once(path, _LARGEST_FILE).decode("utf-8")
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise PlanFileError(f"{what} has more bytes than {_LARGEST_FILE}, and no plan has") from None
         raise PlanFileError(f"{what} can't be read: {error}") from error
     return plan_from(text, what)
 

@@ -13,11 +13,15 @@ from typing import Annotated, Literal, get_args
 
 from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
+from zinf_fx.regular_files import read_regular
 
 SECONDS_PER_DAY = 86_400
 
 THIS_MACHINE = "this-machine"
 """The name of no description: of the machine at hand, which is measured when it is asked for."""
+
+# Bytes: a description has some lines.
+_LARGEST_FILE = 1 << 20
 
 # -- what a value may be ----------------------------------------------------------------------------------------------
 
@@ -229,7 +233,7 @@ def load(name: str) -> Hardware:
     if path.suffix != ".toml":
         raise ConfigError(f"hardware {name!r} is unknown; accepted: {', '.join(names())}, or a file NAME.toml")
     try:
-        return parse(path.read_text(), name)
+        return parse(read_regular(path, _LARGEST_FILE).decode(), name)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware file {name} can't be read: {error}") from error
 

@@ -19,6 +19,7 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, FileTicket, PageSums
+from zinf_fx.regular_files import read_regular
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.volume import Volumes
@@ -32,6 +33,9 @@ OPERATIONS: tuple[Operation, ...] = ("read", "write", "mixed")
 
 QUICK_BYTES = 64 << 20
 FORMAT = 1
+
+# Bytes: a profile has some hundred.
+_LARGEST_FILE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -204,8 +208,11 @@ def load_profile(directory: Path | str) -> Profile | None:
     """The profile of the file system that holds `directory`, if one was stored and can be read."""
     entry = _profiles().get(file_system_of(directory).key)
     try:
-        return Profile(**entry) if entry is not None else None
-    except TypeError:
+        profile = Profile(**entry) if entry is not None else None
+        if profile is None or profile.weight > 0:
+            return profile
+        raise ValueError("it has no rate")
+    except (TypeError, ValueError, ArithmeticError):
         log.warning("%s has an entry that can't be read; measure again with `zinf-fx bench-io`", profiles_path())
         return None
 
@@ -228,23 +235,26 @@ def store_profile(directory: Path | str, profile: Profile) -> Path:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """A block that one process is in at a time; on a file system without locks, any number."""
-    with path.open("w") as file:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 def _profiles() -> dict[str, dict]:
     path = profiles_path()
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path, _LARGEST_FILE))
         profiles = content["profiles"] if content["format"] == FORMAT else {}
         if not isinstance(profiles, dict):
             raise TypeError(f"its profiles are a {type(profiles).__name__}")
         return profiles
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("%s can't be read (%s); measure again with `zinf-fx bench-io`", path, error)
         return {}
 

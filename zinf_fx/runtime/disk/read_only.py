@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
+from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.disk.links import reads
 from zinf_fx.runtime.memory.leases import JoinedTicket, Ticket
 from zinf_fx.runtime.recorder import RECORDER
@@ -36,7 +37,7 @@ class ReadOnlyFile:
         self.path = path
         self._files: dict[bool, File] = {}  # by whether it reads directly
         try:
-            plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            plain = open_regular(path)
         except OSError as error:
             raise StoreError("open", path, "the file can't be read", errno=error.errno) from error
         descriptors = [plain]
