@@ -7,12 +7,14 @@ names, and a name before the next. A folder that a killed job left is emptied by
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import LOCK, Files, locked, make_directory, refusals, sync
 from zinf_fx.errors import CheckpointError
+from zinf_fx.regular_files import check_regular
 
 _FOLDER = ".zinf-unfinished"
 
@@ -32,6 +34,7 @@ def unfinished(directory: Path, files: Files) -> Iterator[Path]:
                 f"making a folder for new files was refused: {folder} is a link to another place, whose files would be "
                 "removed; remove the link"
             )
+    _check_is_left(folder)
     with locked(folder):
         _empty(folder, files)
         try:
@@ -52,6 +55,21 @@ def appear(renamed: Mapping[Path, Path], files: Files) -> None:
         files.rename(old, new)
     for directory in {new.parent for new in renamed.values()}:
         sync(files, directory)
+
+
+def _check_is_left(folder: Path) -> None:
+    """Raises: CheckpointError for files in a folder that nobody who writes made: it would have a lock."""
+    with refusals("removing what is left of an export", folder):
+        names = sorted(os.listdir(folder))
+    if not names or LOCK in names:
+        return
+    left = folder / names[0]
+    with refusals("removing what is left of an export", left):
+        check_regular(os.lstat(left), left)
+    raise CheckpointError(
+        f"removing what is left of an export was refused: {left} is in a folder without a '{LOCK}', which no export "
+        "made; move it elsewhere"
+    )
 
 
 def _empty(folder: Path, files: Files) -> None:

@@ -37,13 +37,13 @@ class Found:
     @property
     def is_left_over(self) -> bool:
         """Whether a save was cut off here before there was a checkpoint."""
-        return not (self.path / MANIFEST).exists()
+        return not os.path.lexists(self.path / MANIFEST)
 
     @property
     def step(self) -> int | None:
         """The number of its step, if that was saved."""
         value = self.manifest.values.get(STEP, {}).get("value") if self.manifest is not None else None
-        return value if type(value) is int else None
+        return value if type(value) is int and value >= 0 else None
 
     @property
     def is_numbered(self) -> bool:

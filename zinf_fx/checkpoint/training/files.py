@@ -9,6 +9,7 @@ whatever order they reach the device. What the manifest doesn't name is removed 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -19,11 +20,20 @@ from pathlib import Path
 from zinf_fx.checkpoint.commit import appear
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync
 from zinf_fx.errors import CheckpointError
+from zinf_fx.regular_files import open_regular, read_regular
+from zinf_fx.runtime.disk.ownership import is_alike, says_so
+from zinf_fx.sizes import PAGE
 
 log = logging.getLogger("zinf_fx")
 
 MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"
-_DATA = re.compile(r"data-[0-9a-f]{8}-(?P<rank>\d+)-\d+\.(safetensors|extents)")
+FORMAT = "zinf_fx checkpoint"
+FIRST_BYTES = f'{{"format":"{FORMAT}"'.encode()
+"""Of every manifest."""
+
+# Bytes that tell the files that are written here from others.
+_BEGIN = 64
+_DATA = re.compile(r"data-[0-9a-f]{8}-(?P<rank>[0-9]{1,9})-[0-9]{1,9}\.(safetensors|extents)")
 # Bytes: of a manifest of ten trillion parameters.
 _LARGEST_MANIFEST = 4 << 30
 
@@ -48,23 +58,21 @@ def read_manifest(directory: Path) -> bytes:
     """The content of a checkpoint's manifest. Raises: CheckpointError when there is none, saying what there is."""
     path = directory / MANIFEST
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_MANIFEST + 1)
+        return read_regular(path, _LARGEST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no checkpoint to load: {_instead(directory)}") from None
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(
+                f"{path} has more than {_LARGEST_MANIFEST} bytes, and no manifest has: it is another file"
+            ) from None
         with refusals("reading a checkpoint", path):
             raise error
-    if len(content) > _LARGEST_MANIFEST:
-        raise CheckpointError(
-            f"{path} has more than {_LARGEST_MANIFEST} bytes, and no manifest has: it is another file"
-        )
-    return content
 
 
 def manifest_in(directory: Path) -> bytes:
     """The same, of a directory that may have none: nothing then."""
-    return read_manifest(directory) if (directory / MANIFEST).exists() else b""
+    return read_manifest(directory) if os.path.lexists(directory / MANIFEST) else b""
 
 
 def _instead(directory: Path) -> str:
@@ -75,17 +83,48 @@ def _instead(directory: Path) -> str:
     return f"there is no {MANIFEST} in it; name a directory that save_checkpoint() wrote"
 
 
+def is_data(name: str) -> bool:
+    """Whether a file's name is one of a data file."""
+    return _DATA.fullmatch(name) is not None
+
+
+def is_link(name: str) -> bool:
+    """Whether the name of a data file is one of a store's."""
+    return name.endswith(".extents")
+
+
 def is_ours(name: str) -> bool:
     """Whether a file's name is one that makes a checkpoint, or is left of one."""
-    return name in (MANIFEST, NEW_MANIFEST) or _DATA.fullmatch(name) is not None
+    return name in (MANIFEST, NEW_MANIFEST) or is_data(name)
 
 
 def leftovers(directory: Path, manifest: bytes) -> list[Path]:
-    """What saves left in a directory that were cut off: files with our names that are nowhere in the manifest's text,
-    which may be empty, or damaged."""
+    """What saves left in a directory that were cut off: files with our names, and what these say, that are nowhere in
+    the manifest's text, which may be empty, or damaged."""
     with refusals("looking for what is left of a save", directory):
         found = sorted(os.listdir(directory))
-    return [directory / name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest]
+    others = (name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
+    return [directory / name for name in others if _is_as_named(directory / name)]
+
+
+def _is_as_named(path: Path) -> bool:
+    """Whether a file is what its name says, as far as a save that was cut off wrote it: its beginning may be zeros. One
+    that only has the name may be anybody's."""
+    try:
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        begin = os.pread(fd, _BEGIN, 0)
+        if not begin.strip(b"\0"):
+            return True
+        if path.name == NEW_MANIFEST:
+            return begin.startswith(FIRST_BYTES[: len(begin)])
+        if is_link(path.name):
+            return says_so(fd) or is_alike(fd)
+        return (8 + int.from_bytes(begin[:8], "little")) % PAGE == 0 and begin[8:9] in (b"{", b"\0")
+    finally:
+        os.close(fd)
 
 
 def is_what_is_left(manifest: bytes, directory: Path) -> bool:
@@ -98,6 +137,16 @@ def is_what_is_left(manifest: bytes, directory: Path) -> bool:
     except RecursionError:  # JSON, nested deeply
         pass
     return False
+
+
+def check_is_free(directory: Path) -> None:
+    """Raises: CheckpointError where the name that a new manifest has until it is whole is somebody else's."""
+    new = directory / NEW_MANIFEST
+    if os.path.lexists(new) and not _is_as_named(new):
+        raise CheckpointError(
+            f"saving a checkpoint to {directory} was refused: its {NEW_MANIFEST} is another program's; move it "
+            "elsewhere"
+        )
 
 
 def of_failed_save(directory: Path, save: str) -> list[Path]:
@@ -123,13 +172,26 @@ def discard(directory: Path) -> None:
 
     Raises: CheckpointError when another process saves to it, or it can't be removed.
     """
+    if directory.is_symlink():
+        raise CheckpointError(f"removing a checkpoint was refused: {directory} is a link to another place")
+    with refusals("removing a checkpoint", directory):
+        if _has_nothing_of_ours(directory):
+            return
     with refusals("removing a checkpoint", directory), locked(directory):
         FILES.remove(directory / MANIFEST)
         sync(FILES, directory)
-        for path in (*leftovers(directory, b""), directory / LOCK):
+        for path in leftovers(directory, b""):
             FILES.remove(path)
+        if not (directory / LOCK).stat(follow_symlinks=False).st_size:  # else it was somebody's before
+            FILES.remove(directory / LOCK)
         if not os.listdir(directory):
             os.rmdir(directory)
+
+
+def _has_nothing_of_ours(directory: Path) -> bool:
+    """Whether there are only files that are none of a checkpoint's, nor left of one."""
+    names = set(os.listdir(directory)) - {LOCK}
+    return bool(names) and MANIFEST not in names and not leftovers(directory, b"")
 
 
 def discard_all(directories: Iterable[Path]) -> None:

@@ -260,6 +260,7 @@ def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
                 f"saving a checkpoint to {directory} was refused: its {names.MANIFEST} is another program's; choose "
                 "another directory"
             )
+        names.check_is_free(directory)
         _remove(files, names.leftovers(directory, before))
         try:
             yield

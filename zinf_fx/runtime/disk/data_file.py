@@ -9,9 +9,11 @@ from pathlib import Path
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import Engine, File
+from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.disk.links import Links, give_back, is_alone
+from zinf_fx.runtime.disk.ownership import is_alike, is_proven
 from zinf_fx.runtime.disk.probe import reopen
-from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.disk.scratch import Scratch, refusals
 from zinf_fx.sizes import PAGE
 
 
@@ -31,7 +33,7 @@ class DataFile(abc.ABC):
         self.path = scratch.path / name
         self.file: File | None = None
         self.size = 0
-        self.links = Links()
+        self.links = Links(self.path)
         self._scratch = scratch
         self._descriptors: list[int] = []
 
@@ -50,6 +52,14 @@ class DataFile(abc.ABC):
     def is_same(self, info: os.stat_result) -> bool:
         """Whether this is the file of which the system says that, and open."""
         return bool(self._descriptors) and os.path.samestat(os.fstat(self.descriptor), info)
+
+    @property
+    def has_name(self) -> bool:
+        """Whether the file still is in its scratch directory: somebody may have removed that meanwhile."""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def gone_links(self) -> set[Path]:
         """Those of `links` that the file doesn't have any more."""
@@ -96,16 +106,21 @@ class AdoptedFile(DataFile):
         name: in the scratch directory.
         link: its name in the checkpoint; `content`: the bytes that this one has there.
 
-    Raises: StoreError where another store has the file, or somebody reads it in place, and where it can't have one more
-    name, or be opened; nothing is left behind.
+    Raises: StoreError where the file doesn't prove to be a store's (see [Note: proofs]), where another store has it, or
+    somebody reads it in place, and where it can't have one more name, or be opened; nothing is left behind.
     """
 
     def __init__(self, scratch: Scratch, name: str, engine: Engine, link: Path, content: Iterable[range]) -> None:
         super().__init__(scratch, name)
         self.in_use = 0
+        self._had_extents = False
+        with refusals("adopt", link, "it can't be opened"):
+            self._check_proven(open_regular(link, os.O_RDONLY | os.O_NOFOLLOW), link)
         scratch.link(link, name)
         try:
-            self._open(scratch.open(name), engine)
+            plain = scratch.open(name)
+            self._open(plain, engine)
+            self._check_proven(os.dup(plain), link)
             if not is_alone(self.descriptor):
                 raise StoreError("adopt", link, "another job has the file, and counts on its pages")
         except BaseException:
@@ -113,6 +128,20 @@ class AdoptedFile(DataFile):
             raise
         self.size = os.fstat(self.descriptor).st_size
         self.links.add(link, self.descriptor, content)
+
+    @staticmethod
+    def _check_proven(fd: int, link: Path) -> None:
+        """`fd`: of the file, which is closed."""
+        try:
+            if not (is_proven(fd) or is_alike(fd)):
+                raise StoreError("adopt", link, "it doesn't prove to be a store's data file")
+        finally:
+            os.close(fd)
+
+    def take_over(self, nbytes: int) -> None:
+        """So many bytes are extents from now on: they have the checksums that the checkpoint says."""
+        self.in_use += nbytes
+        self._had_extents = True
 
     def give(self, offset: int, nbytes: int) -> None:
         """As above: `CopyOnWrite` has kept the bytes until the checkpoint was gone."""
@@ -127,5 +156,5 @@ class AdoptedFile(DataFile):
             self._scratch.unlink(self.path.name)
 
     def _give_back_others(self) -> None:
-        if self.links.are_all(self.descriptor):
+        if self._had_extents and self.links.are_all(self.descriptor):
             super()._give_back_others()

@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from zinf_fx.plan.intervals import merged
+from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.memory.freelist import FreeList
+from zinf_fx.sizes import PAGE
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
@@ -24,7 +26,9 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 class Links:
     """The links of one data file, each with the bytes that it is there for."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Path | None = None) -> None:
+        """`own`: its name in its scratch directory, which somebody may remove; None: that stays."""
+        self._own = own
         self._bytes: dict[Path, list[range]] = {}
 
     def add(self, path: Path, fd: int, content: Iterable[range]) -> None:
@@ -38,23 +42,22 @@ class Links:
         self._bytes.pop(path, None)
 
     def gone(self, fd: int) -> set[Path]:
-        """The names that the file of `fd`, which has one in its scratch directory besides, doesn't have any more. None,
-        while it has others that are not known: the directory with the link may have been renamed; or while somebody
-        `reads` it in place."""
+        """The names that the file of `fd` doesn't have any more. None, while it has others that are not known: the
+        directory with the link may have been renamed; or while somebody `reads` it in place."""
         there, are_all = self._there(fd)
         gone = self._bytes.keys() - there if are_all else set()
         return gone if gone and is_alone(fd) else set()
 
     def are_all(self, fd: int) -> bool:
-        """Whether the file of `fd`, which has a name in its scratch directory besides, has no others than these."""
+        """Whether the file of `fd` has no other names than these and its own."""
         return self._there(fd)[1]
 
     def _there(self, fd: int) -> tuple[set[Path], bool]:
-        """The names that the file of `fd` still has, and whether these are all: of one look, or a name that could not
-        be looked at for a moment would be taken for one that is gone."""
+        """The names that the file of `fd` still has, and whether these and its own are all: of one look, or a name that
+        could not be looked at for a moment would be taken for one that is gone."""
         info = os.fstat(fd)
         there = {path for path in self._bytes if _is(path, info)}
-        return there, info.st_nlink == 1 + len(there)
+        return there, info.st_nlink == len(there) + (self._own is None or _is(self._own, info))
 
     def give_back_others(self, fd: int) -> None:
         """Give back all bytes of the file that no link is there for."""
@@ -65,8 +68,8 @@ class Links:
 
 
 def give_back_all_but(fd: int, content: Iterable[range]) -> None:
-    """As `give_back`, of what an open file has besides some bytes."""
-    others = FreeList([(0, os.fstat(fd).st_size)])
+    """As `give_back`, of what an open data file has besides some bytes and its first page."""
+    others = FreeList([(PAGE, os.fstat(fd).st_size)])
     for part in content:
         others.discard(part.start, part.stop)
     give_back(fd, (range(start, end) for start, end in others))
@@ -112,11 +115,11 @@ def is_alone(fd: int) -> bool:
 
 
 @contextlib.contextmanager
-def abandoned(path: Path) -> Iterator[tuple[int, os.stat_result] | None]:
-    """A block with the data file that a link stands for, open for writing, and what the system knows of it; None where
-    its store is still in use, or the file can't be opened."""
+def abandoned(directory: Path, name: str) -> Iterator[tuple[int, os.stat_result] | None]:
+    """A block with the data file that a link in a directory stands for, open for writing, and what the system knows of
+    it; None where its store is still in use, or the file can't be opened."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = _opened(directory, name)
     except OSError:
         yield None
         return
@@ -129,6 +132,15 @@ def abandoned(path: Path) -> Iterator[tuple[int, os.stat_result] | None]:
             yield fd, os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def _opened(directory: Path, name: str) -> int:
+    """A descriptor of a file in a directory, and of nothing that a link leads to."""
+    place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return open_regular(name, os.O_RDWR | os.O_NOFOLLOW, directory=place)
+    finally:
+        os.close(place)
 
 
 def _is(path: Path, info: os.stat_result) -> bool:

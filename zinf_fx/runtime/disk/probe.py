@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, direct_alignment, is_direct, provider_names
-from zinf_fx.runtime.disk.scratch import Scratch
+from zinf_fx.runtime.disk.scratch import PROBE, Scratch
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)
 
 PROVIDER_VARIABLE = "ZINF_IO_PROVIDER"
-PROBE = "probe"
 PROBE_BYTES = 16 * PAGE
 
 FATAL_FOR_EVERY_PROVIDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE}

@@ -6,6 +6,7 @@ names below. The lock (flock) lives as long as the job, however it ends. Nothing
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -14,11 +15,12 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
+from zinf_fx.regular_files import open_regular
+from zinf_fx.runtime.disk.ownership import is_alike, is_proven
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ LOCK = "lock"
 IN_USE = "its job is running"
 UNLOCKED = "lock.new"
 NAME = re.compile(r"zinf-scratch-\d+-[0-9a-f]{16}")
+_CLOSED = -1
+PROBE = "probe"
 CONTENT = re.compile(r"lock|lock\.new|probe|data-\d+")
 
 HINTS = {
@@ -39,7 +43,7 @@ HINTS = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def refusals(operation: str, path: Path, otherwise: str) -> Iterator[None]:
     """Errors of the operating system in the block are raised as StoreErrors, with what to do, or else `otherwise`."""
     try:
@@ -76,17 +80,20 @@ class Scratch:
         self.path = parent / f"zinf-scratch-{os.getpid()}-{secrets.token_hex(8)}"
         self._pid = os.getpid()
         self._lock: int | None = None
-        self._made: list[Path] = []
+        self._directory = _CLOSED  # of the directory itself: another one may come to have its path
+        self._made: list[str] = []
         with refusals("open", parent, "no scratch directory"):
             if not stat.S_ISDIR(os.stat(parent).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             os.mkdir(self.path, 0o700)
         try:
+            with refusals("open", self.path, "no scratch directory"):
+                self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             # The lock appears under its name only when it is held: a lock file that isn't locked belongs to a dead job.
             self._lock = self.create(UNLOCKED)
             with refusals("lock", self.path, "no lock for the scratch directory"):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.rename(self.path / UNLOCKED, self.path / LOCK)
+                os.rename(UNLOCKED, LOCK, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except BaseException:
             self.remove()
             raise
@@ -101,41 +108,42 @@ class Scratch:
         assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
         path = self.path / name
         with refusals("create", path, "no scratch file"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._made.append(path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o600, dir_fd=self._directory)
+        self._made.append(name)
         return fd
 
     def link(self, path: Path, name: str) -> None:
         """Gives a file elsewhere on the device a name in the directory, too. Raises: StoreError."""
         assert CONTENT.fullmatch(name), f"{name!r} is no name for a scratch file"
         try:
-            os.link(path, self.path / name, follow_symlinks=False)
+            os.link(path, name, dst_dir_fd=self._directory, follow_symlinks=False)
         except OSError as error:  # hints are about store directories, and nothing is wrong with this one
             raise StoreError("link", path, "it gets no other name there", errno=error.errno) from error
-        self._made.append(self.path / name)
+        self._made.append(name)
 
     def open(self, name: str) -> int:
         """Opens a file in the directory for reading and writing. Raises: StoreError."""
         path = self.path / name
         with refusals("open", path, "the file can't be opened"):
-            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return open_regular(name, os.O_RDWR | os.O_NOFOLLOW, directory=self._directory)
 
     def unlink(self, name: str) -> None:
         """Removes a file's name in the directory, if it got one."""
-        path = self.path / name
-        if path in self._made:
-            self._made.remove(path)
-            path.unlink(missing_ok=True)
+        if name in self._made:
+            self._made.remove(name)
+            self._remove_name(name)
 
     def remove(self) -> None:
         """Deletes the files that this object made, the directory, and the lock; in a forked child nothing. Either way,
         closes this process's descriptor of the lock."""
         if self.is_ours:
-            for path in [*self._made, self.path / LOCK]:
-                path.unlink(missing_ok=True)
+            for name in [*self._made, LOCK] if self._directory != _CLOSED else ():
+                self._remove_name(name)
             self._made.clear()
             try:
-                os.rmdir(self.path)
+                if self._has_path:
+                    os.rmdir(self.path)
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -143,6 +151,19 @@ class Scratch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        if self._directory != _CLOSED:
+            os.close(self._directory)
+            self._directory = _CLOSED
+
+    @property
+    def _has_path(self) -> bool:
+        """Whether the directory at the path is this one. Raises: OSError."""
+        info = os.stat(self.path, follow_symlinks=False)
+        return self._directory == _CLOSED or os.path.samestat(info, os.fstat(self._directory))
+
+    def _remove_name(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._directory)
 
 
 def orphans(directory: Path | str) -> list[Path]:
@@ -177,7 +198,7 @@ def _why_it_stays(path: Path, *, remove: bool) -> str | None:
             return f"its mode is {stat.S_IMODE(info.st_mode):o}, not that of a scratch directory"
         if LOCK not in names:
             return "it has no lock: a job is starting, or was killed while it did; if so, remove the directory by hand"
-        if not all(CONTENT.fullmatch(name) and _is_plain_file(fd, name) for name in names):
+        if not all(CONTENT.fullmatch(name) and _is_of_store(fd, name) for name in names):
             return "it holds something that the store didn't make"
         return None if _if_unlocked(path, fd, names, remove=remove) else IN_USE
     except FileNotFoundError:
@@ -188,10 +209,20 @@ def _why_it_stays(path: Path, *, remove: bool) -> str | None:
         os.close(fd)
 
 
-def _is_plain_file(directory: int, name: str) -> bool:
+def _is_of_store(directory: int, name: str) -> bool:
+    """Whether a file is what its name says. A checkpoint may have a data file under another name, too, and keeps it."""
     info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    # A checkpoint may have a data file under another name, too: it keeps that.
-    return stat.S_ISREG(info.st_mode) and (info.st_nlink == 1 or name.startswith("data-"))
+    if not stat.S_ISREG(info.st_mode) or not (info.st_nlink == 1 or name.startswith("data-")):
+        return False
+    if not info.st_size or name == PROBE:
+        return True
+    if not name.startswith("data-"):
+        return False  # nothing is written to a lock
+    fd = open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, directory=directory)
+    try:
+        return is_proven(fd) or is_alike(fd)
+    finally:
+        os.close(fd)
 
 
 def _if_unlocked(path: Path, directory: int, names: list[str], *, remove: bool) -> bool:

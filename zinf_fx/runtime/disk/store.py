@@ -159,7 +159,7 @@ class Store:
         capacity = blocks(nbytes)
         self._live[sums.generation] = capacity
         for run in runs(places, unit, 0, capacity):
-            self.files[run.volume].in_use += run.nbytes
+            self.files[run.volume].take_over(run.nbytes)
         return Extent(nbytes, capacity, unit, places, sums.generation, sums if self.checksum else None)
 
     def new_sums(self, nbytes: int) -> PageSums:

@@ -14,6 +14,7 @@ from pathlib import Path
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, Engine
 from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
+from zinf_fx.runtime.disk.ownership import begin
 from zinf_fx.runtime.disk.probe import working_engine
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.scratch import Scratch, data_name, orphans
@@ -102,17 +103,20 @@ class Volume(DataFile):
 
     def _grow(self, capacity: int) -> None:
         """Reserves in steps that follow the file's size, because every step is a system call that holds up I/O."""
-        needed = capacity - self._space.free_before(self.size)
+        first = 0 if self.size else PAGE  # which says whose file it is, and is nobody's
+        needed = first + capacity - self._space.free_before(self.size)
         step = blocks(max(needed, min(max(self.size, SMALLEST_STEP), LARGEST_STEP)))
         for nbytes in (step, needed) if step > needed else (needed,):
             try:
                 os.posix_fallocate(self.descriptor, self.size, nbytes)
+                if first:
+                    begin(self.descriptor, self._scratch.path.name)
             except OSError as error:
                 os.ftruncate(self.descriptor, self.size)  # a failed reservation may leave a part of itself
                 if nbytes > needed:
                     continue
                 raise self._no_room(needed, error) from error
-            self._space.extend(self.size, nbytes)
+            self._space.extend(self.size + first, nbytes - first)
             self.size += nbytes
             return
 
