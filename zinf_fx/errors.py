@@ -43,6 +43,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is not what was saved: a file is missing, or has other bytes."""
 
 
+class UnfitValueError(CheckpointError, ValueError):
+    """A value in a checkpoint that whatever is to have it refuses."""
+
+
 class RanksError(ZinfError):
     """Ranks that train together disagree, or one of them is gone."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Set
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from zinf_fx.checkpoint.training.parts.randomness import RandomPart
 from zinf_fx.checkpoint.training.parts.state import ValuePart
 from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.training.values import decode
-from zinf_fx.errors import CheckpointError, DamagedCheckpointError
+from zinf_fx.errors import CheckpointError, DamagedCheckpointError, StoreError, UnfitValueError
 from zinf_fx.runtime.ranks import Ranks
 
 Report = Callable[[int], object]
@@ -145,11 +145,24 @@ def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matc
         elif part.kind != saved["kind"]:
             matching.differences.append(f"'{name}' is a {part.kind}, and a {saved['kind']} in the checkpoint")
         else:
-            part.match(values, matching)
+            with unfit_values(f"'{name}'"):
+                part.match(values, matching)
     for name in parts:
         if name not in manifest.values:
             matching.differences.append(f"'{name}' is not in the checkpoint")
     return plain
+
+
+@contextmanager
+def unfit_values(what: str) -> Iterator[None]:
+    """A block that takes plain values of a checkpoint: whatever fails at them is raised as an UnfitValueError."""
+    try:
+        yield
+    except (CheckpointError, StoreError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UnfitValueError(f"{what} of the checkpoint can't be taken: {reason}; use another checkpoint") from error
 
 
 def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping[str, Any] | None:
@@ -168,8 +181,9 @@ def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping
 def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Set[int], report: Report) -> None:
     """Read all that was matched; `unwritten`: keys of the storages that no step rewrites. Raises: CheckpointError,
     StoreError, and what loading a state raises."""
-    for change in matching.begin:
-        change()
+    with unfit_values("what is set before tensors are read"):
+        for change in matching.begin:
+            change()
     stores = {holding.tiers for _, holding in matching.targets} - {None}
     with ExitStack() as rooms:
         for tiers in stores:
@@ -185,8 +199,9 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
         tiers.drain()
     for _, holding in matching.targets:
         holding.loaded()
-    for change in matching.end:
-        change()
+    with unfit_values("what is set behind the tensors"):
+        for change in matching.end:
+            change()
 
 
 def _first_place(target: tuple[SavedTensor, Holding]) -> tuple[int, int]:

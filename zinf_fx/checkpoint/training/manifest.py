@@ -10,35 +10,44 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import MAXYEAR, datetime, timedelta
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from zinf_fx.checkpoint.files import lies_within
+from zinf_fx.checkpoint.training.files import FIRST_BYTES, FORMAT, is_data, is_link
+from zinf_fx.checkpoint.training.plain_values import fault_in
+from zinf_fx.config import LARGEST, shortened
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, defaults, encode
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.intervals import merged
+from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.tensor.boxes import Box
-from zinf_fx.sizes import PAGE, blocks
+from zinf_fx.sizes import PAGE, PIECE, blocks
 
-FORMAT, SCHEMA = "zinf_fx checkpoint", 1
+SCHEMA = 1
 _SUM = ',"crc32c":"{:08x}"}}\n'
 
-
-_BEGIN = f'{{"format":"{FORMAT}"'.encode()
+# Bytes: saves write some MiB at a time, and a piece is in memory whole when it is read.
+_LARGEST_PIECE = 16 * PIECE
+_MOST_DIMENSIONS = 64
+# Dimensions along which ranks have parts of a tensor.
+_MOST_DIVIDED = 6
 
 
 def begins_manifest(file: Path) -> bool:
     """Whether a file begins as manifests do; what comes behind that may be damaged. Raises: OSError."""
-    with file.open("rb") as opened:
-        return opened.read(len(_BEGIN)) == _BEGIN
+    with open(open_regular(file), "rb") as opened:
+        return opened.read(len(FIRST_BYTES)) == FIRST_BYTES
 
 
 def _as_it_is(value: object, name: str) -> object:
@@ -63,6 +72,10 @@ class SavedPiece:
     offset: Annotated[int, 0]
     crc32c: Annotated[int, 0]
     padding: Annotated[int, 0] = 0
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of elements of such a dtype, and of what is behind them."""
+        return self.count * dtype.itemsize + self.padding
 
     @property
     def elements(self) -> range:
@@ -210,51 +223,93 @@ def from_text(content: bytes, what: str) -> Manifest:
     if schema != SCHEMA:
         raise CheckpointError(f"{what} has schema {schema!r}, and this version of zinf_fx reads {SCHEMA}: use that one")
     manifest = decode(Manifest, found, what, CheckpointError)
-    if not isinstance(manifest.values, dict):
-        raise CheckpointError(f"{what} has no plain values by part: it is no manifest of this version")
     check_sound(manifest, what)
     return manifest
 
 
 def check_sound(manifest: Manifest, what: str) -> None:
-    """Raises: CheckpointError where pieces lie outside of their files, files outside of the directory, or boxes are not
-    all of their tensor."""
-    for file in manifest.files:
-        if not lies_within(file.path):
-            raise CheckpointError(f"{what} names the file {file.path!r}, which is not in its directory: use another")
-    sizes = [file.nbytes for file in manifest.files]
+    """Raises: CheckpointError where pieces lie outside of their files or on each other, files outside of the directory,
+    or boxes are not all of their tensor, and for values of no part's form."""
+    _check_time(manifest.time, what)
+    _check_files(manifest.files, what)
+    if (fault := fault_in(manifest.values)) is not None:
+        raise CheckpointError(f"{what}: {fault}; use another checkpoint")
     names = [tensor.name for tensor in manifest.tensors]
-    known = set(names)
-    if len(known) != len(names) or any(name in known or other not in known for name, other in manifest.same):
+    known, others = set(names), [name for name, _ in manifest.same]
+    is_twice = len({*names, *others}) != len(names) + len(others)
+    if is_twice or any(other not in known for _, other in manifest.same):
         raise CheckpointError(f"{what} has a tensor twice, or the name of one that is not there")
     for tensor in manifest.tensors:
-        whole, itemsize = Box.whole(tensor.shape), tensor.dtype.itemsize
-        boxes = [one.box for one in tensor.boxes]
-        if boxes != [whole] and not _make_up(whole, boxes):
-            raise CheckpointError(f"{what}: the boxes of '{tensor.name}' are not all of it, each element once")
-        for box in tensor.boxes:
-            ends = list(accumulate((piece.count for piece in box.pieces), initial=0))
-            if [*(piece.start for piece in box.pieces), math.prod(box.shape)] != ends:
-                raise CheckpointError(f"{what}: the pieces of '{tensor.name}' are not all of it, each element once")
-            for piece in box.pieces:
-                end = piece.offset + piece.count * itemsize + piece.padding
-                if piece.file >= len(sizes) or end > sizes[piece.file]:
-                    raise CheckpointError(f"{what}: a piece of '{tensor.name}' lies behind the end of its file")
+        _check_tensor(tensor, manifest.files, what)
+    by_file: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
+    for tensor, piece in manifest.pieces():
+        by_file[piece.file].append((piece.offset, piece.offset + piece.nbytes(tensor.dtype), tensor.name))
+    for places in by_file:
+        for (_, end, _), (start, _, name) in pairwise(sorted(places)):
+            if start < end:
+                raise CheckpointError(f"{what}: a piece of '{name}' lies where another one does")
+
+
+def _check_time(time: str, what: str) -> None:
+    try:
+        when = datetime.fromisoformat(time)
+    except ValueError:
+        when = None
+    is_ours = when is not None and when.utcoffset() == timedelta(0) and when.isoformat(timespec="seconds") == time
+    if not is_ours or when.year == MAXYEAR:
+        raise CheckpointError(f"{what} has the time {shortened(time)}, which is none that a save writes")
+
+
+def _check_files(files: Sequence[SavedFile], what: str) -> None:
+    for file in files:
+        if not lies_within(file.path):
+            path = shortened(file.path)
+            raise CheckpointError(f"{what} names the file {path}, which is not in its directory: use another")
+        if not is_data(file.path) or file.of_store != is_link(file.path):
+            path = shortened(file.path)
+            raise CheckpointError(f"{what} names the file {path}, which is none that a save writes: use another")
+    if len({file.path for file in files}) != len(files):
+        raise CheckpointError(f"{what} names a file twice")
+
+
+def _check_tensor(tensor: SavedTensor, files: Sequence[SavedFile], what: str) -> None:
+    dimensions, itemsize = len(tensor.shape), tensor.dtype.itemsize
+    if dimensions > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in tensor.shape) * itemsize > LARGEST:
+        raise CheckpointError(f"{what}: '{tensor.name}' has a shape of {dimensions} dimensions that no tensor has")
+    whole, boxes = Box.whole(tensor.shape), [one.box for one in tensor.boxes]
+    if boxes != [whole] and not _make_up(whole, boxes):
+        raise CheckpointError(f"{what}: the boxes of '{tensor.name}' are not all of it, each element once")
+    for box in tensor.boxes:
+        ends = list(accumulate((piece.count for piece in box.pieces), initial=0))
+        if [*(piece.start for piece in box.pieces), math.prod(box.shape)] != ends:
+            raise CheckpointError(f"{what}: the pieces of '{tensor.name}' are not all of it, each element once")
+        for piece in box.pieces:
+            nbytes = piece.nbytes(tensor.dtype)
+            if piece.file >= len(files) or piece.offset + nbytes > files[piece.file].nbytes:
+                raise CheckpointError(f"{what}: a piece of '{tensor.name}' lies behind the end of its file")
+            if nbytes > _LARGEST_PIECE or piece.padding >= PAGE:
+                raise CheckpointError(f"{what}: a piece of '{tensor.name}' has {nbytes} bytes, more than saves write")
 
 
 def _make_up(whole: Box, boxes: list[Box]) -> bool:
-    """Whether each element of a whole is in one box."""
-    inside = all(len(box.shape) == len(whole.shape) and _contains(whole, box) for box in boxes)
-    return inside and sum(box.numel for box in boxes) == whole.numel and not _overlap(boxes)
+    """Whether each element of a whole is in one box, and in no other.
 
-
-def _contains(whole: Box, box: Box) -> bool:
-    return all(start + size <= end for start, size, end in zip(box.offsets, box.shape, whole.shape, strict=True))
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether any two have an element in common. Those that differ in their first place only are looked at in order."""
-    filled = sorted(box for box in boxes if box.numel)
-    rows = all(box.offsets[1:] == filled[0].offsets[1:] and box.shape[1:] == filled[0].shape[1:] for box in filled)
-    pairs = pairwise(filled) if rows else ((a, b) for n, a in enumerate(filled) for b in filled[:n])
-    return any(one.within(other) is not None for one, other in pairs)
+    It is where the corners of all boxes are those of the whole once those are left out that cancel each other: in n
+    dimensions, the differences of how often elements are there are not zero at corners alone, by turns 1 and -1, and
+    they say how often each element is there.
+    """
+    if any(len(box.offsets) != len(whole.shape) or len(box.shape) != len(whole.shape) for box in boxes):
+        return False
+    divided = [
+        dim
+        for dim, size in enumerate(whole.shape)
+        if any(box.offsets[dim] or box.shape[dim] != size for box in boxes if box.numel)
+    ]
+    if len(divided) > _MOST_DIVIDED or not whole.numel:
+        return not whole.numel and not any(box.numel for box in boxes)
+    left: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [(whole, -1), *((box, 1) for box in boxes if box.numel)]:
+        ends = (((box.offsets[dim], 1), (box.offsets[dim] + box.shape[dim], -1)) for dim in divided)
+        for corner in product(*ends):
+            left[tuple(place for place, _ in corner)] += sign * math.prod(one for _, one in corner)
+    return not any(left.values())

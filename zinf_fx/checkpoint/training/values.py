@@ -112,7 +112,7 @@ def decode(value: Any, find: Find) -> Any:
         return _decode(name[1:], content, find)
     except ZinfError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError, RuntimeError) as error:
         raise CheckpointError(f"a value of the checkpoint, of kind {name[:60]!r}, can't be read: {error}") from error
 
 

@@ -45,6 +45,7 @@ class GradientsPart:
         gradients: dict[str, torch.Tensor] = {}
         for name, how in values["of"].items():
             if name.startswith(matching.left_out):
+                matching.wanted.update(self._full_name(name, rank) for rank in (None, matching.rank))
                 continue
             if name not in parameters:
                 matching.differences.append(f"the gradient of '{name}' is in the checkpoint alone")
@@ -59,6 +60,7 @@ class GradientsPart:
             dtype = matching.saved(full_name).dtype
             gradients[name] = _space(parameters[name], dtype, reduced=not how["alone"])
             matching.target(full_name, gradients[name])
+        matching.prefixes.append(f"{self.name}/")
         for name, parameter in parameters.items():
             matching.begin.append(partial(_set, parameter, gradients.get(name)))
 

@@ -70,7 +70,9 @@ class OptimizerPart:
         numbers = {name: number for number, name in enumerate(self._names)}
         state: dict[int, dict[str, Any]] = {}
         for name, entry in values["state"].items():
-            number = numbers[name]
+            if (number := numbers.get(name)) is None:
+                matching.differences.append(f"{self.name} has no parameter '{name}', and states of it are saved")
+                continue
             try:
                 state[number] = self._entry(self._parameters[number], entry, options_of[number], matching)
             except OptimizerError as error:

@@ -113,6 +113,8 @@ class Matching:
     def in_memory(self, name: str) -> torch.Tensor:
         """An ordinary tensor into which the saved one of this name is read."""
         saved = self.saved(name)
+        if name in self.wanted:
+            raise CheckpointError(f"the checkpoint names the tensor '{name}' twice: it is damaged")
         tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         self.target(name, tensor)
         return tensor
