@@ -14,8 +14,7 @@ from zinf_fx.frontend.equal_values import check_equal, mesh_of
 from zinf_fx.frontend.graph_inputs import GraphInput
 from zinf_fx.passes.ir.collectives import group_of, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, key_of
-from zinf_fx.plan.files.digest import digest, digest_of
-from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.files.digest import digest_of
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import ALONE, Ranks
@@ -70,11 +69,9 @@ class Agreement:
             elif node.target is ops.allgather and key_of(node).token in divided:
                 self._collectives.setdefault(self.mesh.get_group(), []).append(f"{context.kind}: activation")
 
-    def compare(self, plan: Plan | None) -> None:
-        """Compare the plan over the ranks, then the model's own collectives and their order over those that take part
-        in them: what recomputing repeats may have been decided otherwise there."""
-        if plan is not None and plan.world_size > 1:
-            self._ranks.agree(digest(plan), "the plan of a graph")
+    def compare(self) -> None:
+        """Compare the model's own collectives and their order over the ranks that take part in them: what recomputing
+        repeats may have been decided otherwise there. Those of the plan are compared when graphs run."""
         if not self.alone:
             for group, names in self._collectives.items():
                 ranks = tensor_ranks(self._config, group)

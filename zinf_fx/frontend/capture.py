@@ -124,9 +124,6 @@ class Capture:
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured())
-        for one in self._inputs:
-            if one.is_stored:
-                one.taken.storage.agree()
         with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
             compiled = aot_module_simplified(
                 self._module,
@@ -137,7 +134,7 @@ class Capture:
                 partition_fn=self._partition,
                 keep_inference_input_mutations=True,
             )
-        self._together.compare(self.plan)
+        self._together.compare()
         self._inputs = []  # all is planned by now, and the model may die before its compiled code
 
         first = True

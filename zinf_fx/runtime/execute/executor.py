@@ -23,6 +23,7 @@ from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
 from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
+from zinf_fx.runtime.execute.order import CollectiveOrder
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
@@ -113,7 +114,7 @@ class Program(Stage):
         to_nvme = any(schedule.tiles[event.tile].tier == "nvme" for event in writes)
         self._room_on_device = room_on_device(plan)
         self.awaits_writes = schedule.kind != "forward" and to_nvme
-        self._planned, self._operators, self._left_alone, self._regions = module, operators, left_alone, regions
+        self._graph, self._left_alone, self._regions = (module, schedule.tiles, operators), left_alone, regions
         self._bound: dict[Here, fx.GraphModule] = {}
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
@@ -121,6 +122,7 @@ class Program(Stage):
         self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         self.departures = Departures(plan, schedule)
+        self._order = CollectiveOrder(plan, kind)
 
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.turn():
@@ -148,6 +150,9 @@ class Program(Stage):
         arguments.reverse()
         try:
             run.await_writes()
+            if not self._order.is_common(storages, EXECUTOR.staging, run.gradients, self.successor is not None):
+                self._successor = None  # this run starts nothing for it
+                EXECUTOR.drop_anticipated()
             results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
@@ -169,8 +174,7 @@ class Program(Stage):
         kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed)
         if self._here not in self._bound:
-            graph = (self._planned, self.schedule.tiles, self._operators)
-            self._bound[self._here] = bind(*graph, self._here, self._packed, self._left_alone, self._regions)
+            self._bound[self._here] = bind(*self._graph, self._here, self._packed, self._left_alone, self._regions)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         tiles = {tile: self.schedule.tiles[tile] for tile in waits}
@@ -230,7 +234,7 @@ class Executor:
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
-        if not storage.in_place:
+        if not (storage.in_place or any(member.share.stale for member in storage.members)):  # see [Note: order]
             stage.anticipated.append(self.staging.fetch(storage, tile, offset))
 
     def drop_anticipated(self) -> None:
@@ -284,16 +288,16 @@ class Run:
         self._counts_results = holds_little()
         self._flying: dict[int, FlyingTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
-        self._gradients: LeavingGradients | None = None  # of a backward graph
+        self.gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
             known = program.departures, program.is_followed
-            self._gradients = LeavingGradients(program.plan, self._tiles, storages, *known)
-            self.copy_gradients = self._gradients.copy_gradients
+            self.gradients = LeavingGradients(program.plan, self._tiles, storages, *known)
+            self.copy_gradients = self.gradients.copy_gradients
 
     def end(self) -> None:
         """The graph has computed all."""
-        if self._gradients is not None:
-            self._gradients.end()
+        if self.gradients is not None:
+            self.gradients.end()
         for tile, nbytes in self._program.gathered:
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
 
@@ -356,16 +360,16 @@ class Run:
 
     def passed(self, tile: int) -> None:
         """The graph has used the tile once more."""
-        if self._gradients is not None:
-            self._gradients.passed(tile)
+        if self.gradients is not None:
+            self.gradients.passed(tile)
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
         """Start to average a gradient over the ranks. One rank's is the average."""
-        return self._gradients.reduce_scatter(tile, gradient)
+        return self.gradients.reduce_scatter(tile, gradient)
 
     def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
-        self._gradients.offload(tile, shard, offset)
+        self.gradients.offload(tile, shard, offset)
 
     def offload_activation(
         self, tile: int, value: torch.Tensor, stride: Sequence[int], offset: int | None = None
@@ -440,7 +444,7 @@ class Run:
                 remaining.callback(EXECUTOR.staging.release_all, flying)
                 self.end_operator(0)
                 RECORDER.step_ends()
-                if self._gradients is not None:
-                    self._gradients.abort(error)
+                if self.gradients is not None:
+                    self.gradients.abort(error)
         except Exception as failed:
             error.add_note(f"and then: {failed}")

@@ -127,16 +127,16 @@ class Staging:
         """Start to copy a tile to the device, to `offset` in the region that is planned there, if it is held in its
         present version: `wait` copies any other."""
         with self._locked(), RECORDER.about(planned.label):
-            if (tile := self._present(storage, planned)) is not None:
+            if (tile := self.present(storage, planned)) is not None:
                 tile.upload(offset)
 
     def allgather(self, storage: Stored, planned: Tile) -> None:
         """Start to gather a tile's shards if it is held in its present version: `wait` gathers those of any other."""
         with self._locked(), RECORDER.about(planned.label):
-            if (tile := self._present(storage, planned)) is not None:
+            if (tile := self.present(storage, planned)) is not None:
                 tile.allgather(planned.label)
 
-    def _present(self, storage: Stored, planned: Tile) -> FlyingTile | None:
+    def present(self, storage: Stored, planned: Tile) -> FlyingTile | None:
         """The tile, if it is held in its present version."""
         tile = self._tiles.get(tile_key(storage, planned))
         return tile if tile is not None and tile.version == storage.version else None

@@ -92,7 +92,7 @@ def reduction_of(
     """What is to be accumulated for this rank's `gradient` of the elements from `start` on: that, started on its way
     over the ranks, or itself where there is nothing to reduce, or not now. `name`: for errors. `before`: a gradient,
     accumulated under `no_sync`, to which it is to be added."""
-    if not _is_reduced_now(parameter):
+    if not is_reduced_now(parameter):
         return gradient
     return Reduction(parameter.storage, _with(before, gradient, start), name, start)
 
@@ -106,7 +106,7 @@ def reduction_of_pack(
     """As `reduction_of`, for the parameters of a pack, in one collective; and that, if there is something to reduce.
     None in the place of a parameter: nobody is to get its gradient."""
     found: list[torch.Tensor | ReducedMember] = list(gradients)
-    now = [number for number, one in enumerate(parameters) if one is not None and _is_reduced_now(one)]
+    now = [number for number, one in enumerate(parameters) if one is not None and is_reduced_now(one)]
     if not now:
         return found, None
     sums = [_with(before[number], gradients[number], 0) for number in now]
@@ -116,7 +116,7 @@ def reduction_of_pack(
     return found, reduction
 
 
-def _is_reduced_now(parameter: StoredTensor) -> bool:
+def is_reduced_now(parameter: StoredTensor) -> bool:
     """Whether a gradient that arrives now is reduced over the ranks at once."""
     share = parameter.storage.share
     adds_to_reduced = parameter.grad is not None and _unreduced(parameter) is None

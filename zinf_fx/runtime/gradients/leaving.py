@@ -22,6 +22,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     addends_of,
     addends_of_pack,
     give_back_unreduced,
+    is_reduced_now,
     new_gradient,
     reduction_of,
     reduction_of_pack,
@@ -107,6 +108,11 @@ class LeavingGradients:
             found = reduction_of(*parameters, planned.start, gradient, planned.label, *before)
         self._reducing = found if isinstance(found, Reduction) else None
         return found
+
+    def reduced_now(self, tile: int) -> list[bool]:
+        """Of the gradient of a tile, or of each of a pack, whether this run is to reduce it."""
+        parameters = [self._accumulating(member) for member in self._storages[tile].members]
+        return [parameter is not None and is_reduced_now(parameter) for parameter in parameters]
 
     def offload(
         self,
