@@ -98,3 +98,106 @@ def test_three_ranks_with_batches_of_other_sizes():
     for dynamic in (None, True):
         for _, far in on_ranks(3, trained, "infinity-nvme", dynamic, {}, 2, True):
             assert far < 1e-5
+
+
+SOON = 6.0
+
+
+class TwoTowers(torch.nn.Module):
+    """A frozen tower that a call may do without, and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).requires_grad_(False)
+        self.trained = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        return self.trained(x if image is None else x + self.tower(image)).square().mean()
+
+
+def towers(seed: int) -> TwoTowers:
+    torch.manual_seed(seed)
+    return TwoTowers()
+
+
+def skips_the_tower(rank: int, placement: str) -> tuple[list[bool], str]:
+    """The second rank has an image in every other step. Whether losses are those of DistributedDataParallel, as far as
+    the program comes; the error."""
+    plain = towers(0)
+    wrapped = torch.nn.parallel.DistributedDataParallel(plain)
+    model = zinf_fx.offload(towers(rank), placement=placement, collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf")
+    both = [
+        (wrapped, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)),
+        (run, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)),
+    ]
+    same = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x, image = torch.randn(2, 3 + step + rank, 16, generator=generator).unbind()
+        losses = []
+        for call, optimizer in both:
+            try:
+                loss = call(x, image if rank == 0 or step % 2 else None)
+                loss.backward()
+            except Exception as error:
+                return same, f"{type(error).__name__}: {error}"
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        same.append(losses[0] == losses[1])
+    return same, ""
+
+
+@pytest.mark.parametrize("placement", ["zero-2", "zero-3"])
+def test_a_rank_that_skips_a_frozen_tower(placement: str):
+    """Where every rank has all parameters, that changes no collective. Where they are partitioned, the other one needs
+    this rank's shards."""
+    for same, error in on_ranks(2, skips_the_tower, placement):
+        if placement == "zero-2":
+            assert same == [True] * 4 and not error
+        else:
+            assert same == [] and error.startswith("RanksError: ranks disagree about the plan of a graph")
+            assert "rank 0: " in error and "rank 1: " in error and "tower.0.weight" in error
+            assert "a part that one rank skips" in error
+
+
+def goes_apart(rank: int, how: str) -> str:
+    """The error on this rank, which does something else than the other one."""
+    model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf")
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
+    (batch,) = next(batches(rank, 1))
+    for _ in range(2):
+        run(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        if how == "no_sync" and rank:
+            with zinf_fx.no_sync():
+                run(*batch).backward()
+        elif how == "a batch more" and rank:
+            model.head.weight.full_tensor()
+        elif how == "evaluates" and rank:
+            with torch.no_grad():
+                run(*batch)
+        else:
+            run(*batch).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+SAID = {
+    "no_sync": ("rank 1: nothing more", "rank 0: the reduction of the gradient of "),
+    "a batch more": ("rank 1 of 2 for the others to come to the gather of", "rank 0 for comparison of the collectives"),
+    "evaluates": ("rank 1: the inference graph with", "rank 0: the forward graph with"),
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_ranks_that_do_different_things_are_told_so(how: str):
+    for error in on_ranks(2, goes_apart, how):
+        assert error.startswith("RanksError: ranks")
+        for said in SAID[how]:
+            assert said in error

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zinf_fx import ops
 from zinf_fx.config import Config
-from zinf_fx.errors import RanksError
+from zinf_fx.errors import BudgetError, RanksError
 from zinf_fx.frontend.equal_values import check_equal, mesh_of
 from zinf_fx.frontend.graph_inputs import GraphInput
 from zinf_fx.passes.ir.collectives import group_of, is_collective
 from zinf_fx.passes.ir.framework import GraphContext, key_of
+from zinf_fx.plan.codec import encode
 from zinf_fx.plan.files.digest import digest_of
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.tensor.tensor_parallel import of_first, resolved, tensor_ranks
+from zinf_fx.sizes import in_words
+
+log = logging.getLogger("zinf_fx")
 
 
 class Agreement:
@@ -54,11 +62,51 @@ class Agreement:
                         "initialise torch.distributed before offload(), and keep it until training ends"
                     )
 
-    def rates_of_first(self, inputs: Sequence[GraphInput], rates: Rates) -> Rates:
+    def rates_of_first(self, inputs: Sequence[GraphInput], measure: Callable[[], Rates]) -> Rates:
         """The rates that the first of the ranks measured, where choices depend on them."""
         if self._config.activations != "auto" or self.alone:
-            return rates
-        return of_first(self._config, [one.given for one in inputs], rates, "measured rates")
+            return measure()
+        key = f"rates {digest_of(encode(self._config))}"
+        if key not in self._ranks.agreed:
+            given = [one.given for one in inputs]
+            self._ranks.agreed[key] = of_first(self._config, given, measure(), "measured rates")
+        return self._ranks.agreed[key]
+
+    def with_reserved(self, context: GraphContext, plan: Callable[[], int]) -> GraphContext:
+        """The context, with what the budget leaves for the activations of any of the ranks, whose batches may have
+        other sizes: as many as they have in the first graph of these parameters, which all of them compile together.
+
+        `plan`: plans the graph as this rank would, and returns the bytes of its activations.
+
+        Raises: BudgetError, on all ranks, where that fails on one.
+        """
+        if self.alone or self._ranks.size == 1 or context.config.device_memory is None:
+            return context
+        parameters = sorted(json.dumps(encode(tile)) for tile in context.tiles.values())
+        key = f"activations {digest_of([encode(context.config), parameters])}"
+        if key not in self._ranks.agreed:
+            kept: int | str
+            try:
+                kept = plan()
+            except BudgetError as error:
+                kept = str(error)
+            with unset_fake_temporarily():  # graphs are planned where tensors are fake
+                by_rank = self._ranks.of_all(kept, "the bytes of activations")
+            for rank, found in enumerate(by_rank):
+                if isinstance(found, str):
+                    raise BudgetError(found if rank == self._ranks.rank else f"rank {rank}: {found}")
+            self._ranks.agreed[key] = max(by_rank)
+        return replace(context, reserved=self._ranks.agreed[key])
+
+    def warn_of_larger(self, context: GraphContext) -> None:
+        """Say so where a graph's activations are more than what the ranks have agreed on."""
+        if context.reserved is not None and context.kept > context.reserved:
+            log.warning(
+                f"a batch's activations take {in_words(context.kept)} of the device's memory, and the ranks divide "
+                f"device_memory for {in_words(context.reserved)}, the most of any rank's first batch: "
+                f"{in_words(context.kept - context.reserved)} more than device_memory may be in use. Begin with the "
+                "largest batch that comes"
+            )
 
     def note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
         """Those that ranks of tensor parallelism start in this order."""

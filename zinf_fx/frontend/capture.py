@@ -123,7 +123,7 @@ class Capture:
             hold_sizes([one.given for one in self._inputs])
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
-            self._rates = self._together.rates_of_first(self._inputs, self._measured())
+            self._rates = self._together.rates_of_first(self._inputs, self._measured)
         with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
             compiled = aot_module_simplified(
                 self._module,
@@ -207,7 +207,14 @@ class Capture:
                 joint_inputs, arguments = training
                 context = self._of_joint(graph, context, arguments["num_fwd_outputs"])
                 plan = follow_training if given else plan_training
-                planned = plan(module, joint_inputs, context, *following, **arguments)
+
+                def kept() -> int:
+                    (_, planned) = plan_training(copied_module(module), joint_inputs, context, **arguments)[1]
+                    return planned.kept
+
+                agreed = context if given else self._together.with_reserved(context, kept)
+                planned = plan(module, joint_inputs, agreed, *following, **arguments)
+                self._together.warn_of_larger(planned[1][1])
         graphs = [(module.graph, context) for module, context in planned]
         for graph, context in graphs:
             self._together.note_collectives(graph, context)

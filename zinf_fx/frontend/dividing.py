@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.graph_inputs import graph_inputs
 from zinf_fx.frontend.micro_batches import batch_size, hold_sizes
 from zinf_fx.placement import Placement, PlacementRules
+from zinf_fx.plan.codec import encode
+from zinf_fx.plan.files.digest import digest_of
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.division import Division, OperatorGroup, counts_for, decide_division
 from zinf_fx.plan.plan import Plan
@@ -174,12 +177,23 @@ def decided_division(
     """
 
     def find() -> Mapping[str, object]:
-        divisions = Divisions(module, inputs, config, groups or Ranks.of(config).groups, seen=seen)
+        divisions = Divisions(module, inputs, config, groups or ranks.groups, seen=seen)
         return divisions.planned().noted_division() if divisions.decides else _division(1, 1)
 
     if config.micro_batches != "auto":
         return {}
-    return find() if groups is not None else found_by_first(config, inputs, find, "the micro-batches")
+    if groups is not None:
+        return find()
+    ranks = Ranks.of(config)
+    found = graph_inputs(module, list(inputs), list(inputs if seen is None else seen))
+    parameters = [[one.name, *one.taken.shape] for one in found if one.is_stored]
+    key = f"micro-batches {digest_of([encode(config), torch.is_grad_enabled(), parameters])}"
+    if key not in ranks.agreed:
+        ranks.agreed[key] = found_by_first(config, inputs, find, "the micro-batches")
+    decided = ranks.agreed[key]
+    # This rank's batch may be of another size than that for which it was decided.
+    count = math.gcd(decided["micro_batches"], batch_size(module, found, config) or 1)
+    return _division(count, decided["micro_batch_group"] if count > 1 else 1)
 
 
 def _division(count: int, group: OperatorGroup) -> dict[str, object]:

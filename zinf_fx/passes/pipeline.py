@@ -233,7 +233,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
         plan = plan_of(graphs)
         check_schedule(plan.graphs)
         check_buffers(plan)
-        over = over_budget_by(plan)
+        over = over_budget_by(plan if (reserved := graphs[-1][1].reserved) is None else replace(plan, kept=reserved))
         if over <= 0:
             break
         if not left:

@@ -7,7 +7,7 @@ import json
 
 from zinf_fx.plan.codec import encode
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+from zinf_fx.plan.schedule import Event, GraphSchedule
 
 
 def collectives_in(schedule: GraphSchedule) -> list[Event]:
@@ -28,21 +28,31 @@ def collectives_in(schedule: GraphSchedule) -> list[Event]:
 
 
 def common_to_ranks(plan: Plan) -> list[str]:
-    """All that the ranks have to have in common, one thing a line: versions, options, parameters, and collectives."""
+    """All that the ranks have to have in common, one thing a line: versions, options, and the collectives that don't
+    depend on what happened before, with their parameters."""
     made_with = [] if plan.fingerprint is None else [f"torch {plan.fingerprint.torch}, {plan.fingerprint.zinf_fx}"]
-    options = [f"the option {name}={json.dumps(value)}" for name, value in encode(plan.config).items()]
-    tiles = [tile for tile in plan.tiles if not tile.activation]
+    options = [
+        f"the option {name}={json.dumps(value)}" for name, value in encode(plan.config).items() if name not in _OWN
+    ]
+    planned = [
+        (schedule, event)
+        for schedule in plan.graphs
+        for event in collectives_in(schedule)
+        if event.kind != "fetch"  # which depends on what other ranks have updated
+    ]
+    tiles = dict.fromkeys(schedule.tiles[event.tile] for schedule, event in planned)
     parameters = [f"the parameter {tile.label}, {json.dumps(encode(tile))}" for tile in tiles]
-    events = [_line(schedule, event) for schedule in plan.graphs for event in collectives_in(schedule)]
-    return [*made_with, *options, *parameters, *events]
+    return [*made_with, *options, *parameters, *(_line(schedule, event) for schedule, event in planned)]
 
 
-_NAMES = {"fetch": "refresh", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+# Options that ranks may decide by the sizes of their batches: what follows from them is among the collectives.
+_OWN = frozenset({"micro_batches", "micro_batch_group"})
+_NAMES = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 def _line(schedule: GraphSchedule, event: Event) -> str:
     label = schedule.tiles[event.tile].label
-    when = "at the head" if event.operator == HEAD and not event.turn else "for backward" if event.turn else ""
+    when = "for backward" if event.turn else ""
     stays = "in place" if event.resident else ""
     details = "".join(f", {detail}" for detail in (when, stays) if detail)
     return f"{schedule.kind}: the {_NAMES[event.kind]} of {label}{details}"

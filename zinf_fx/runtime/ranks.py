@@ -70,6 +70,8 @@ class Ranks:
         rank, size: this one's number, and how many there are, in all groups.
         shard, shards: the same in this rank's group, over which a model is divided.
         replicas: how many groups there are.
+        agreed: what they have decided together, by what that is for: to be decided once, as one rank may need it again
+            when the others don't.
         timeout: after which a collective that does not end is an error.
         meetings: of the ranks that divide a model; None of one rank alone.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
@@ -97,6 +99,7 @@ class Ranks:
         _, self.replicas = _place_in(across)
         self.timeout = timedelta(seconds=timeout)
         self.sent_bytes = 0
+        self.agreed: dict[str, Any] = {}
         self._watch = Watch(f"rank {self.rank} of {self.size}", timeout)
         # Agreement has a group of its own: a rank that waits in it does not take part in what others do in the first.
         members = None if everyone is None else dist.get_process_group_ranks(everyone)

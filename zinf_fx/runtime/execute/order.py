@@ -16,7 +16,7 @@ ranks raise an error that says what each of them was about to do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.pack import Stored
+from zinf_fx.runtime.tensor.storage import TensorStorage
 
 _SHOWN = 160  # characters of a line that an error shows
 
@@ -38,24 +39,26 @@ class CollectiveOrder:
 
     def __init__(self, plan: Plan, kind: GraphKind) -> None:
         self._plan, self._schedule = plan, plan.graph(kind)
-        events = collectives_in(self._schedule)
-        self._tiles = list(dict.fromkeys(event.tile for event in events))
         self._is_first = True  # run of the graph
-        used = dict.fromkeys(event.tile for event in self._schedule.events)
-        self._replicated = [tile for tile in used if _is_replicated(self._schedule.tiles[tile])]
+        events = collectives_in(self._schedule)
         # Each once, in order: what a run does with the tile the first time decides for the others.
         self._gathered, self._refreshed, self._reduced = (
             list(dict.fromkeys(event.tile for event in events if event.kind == kind))
             for kind in ("allgather", "fetch", "reduce_scatter")
         )
+        used = dict.fromkeys(event.tile for event in self._schedule.events)
+        self._replicated = [tile for tile in used if _is_replicated(self._schedule.tiles[tile])]
+        self._tiles = list(dict.fromkeys([*(event.tile for event in events), *self._replicated]))
+
+    @property
+    def _name(self) -> str:
+        first, *others = [self._schedule.tiles[tile].label for tile in self._tiles]
+        several = f" and {len(others)} more" if others else ""
+        return f"the {self._schedule.kind} graph with {first}{several}"
 
     @cached_property
-    def _lines(self) -> list[str]:
-        return common_to_ranks(self._plan)
-
-    @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256("\n".join([self._schedule.kind, *self._lines]).encode()).hexdigest()
+    def _digest(self) -> int:
+        return _number(self._schedule.kind, common_to_ranks(self._plan))
 
     def is_common(
         self,
@@ -70,66 +73,72 @@ class CollectiveOrder:
 
         Raises: RanksError, on all ranks, where other graphs are about to run, or gradients are reduced on some only.
         """
-        apart = [tile for tile in self._replicated if any(not one.share.agreed for one in storages[tile].members)]
-        ranks = dict.fromkeys(storages[tile].ranks for tile in dict.fromkeys([*self._tiles, *apart]))
-        many = [each for each in ranks if each.size > 1]
-        due = [tile for tile in self._gathered if not self._is_gathered(storages[tile], tile, staging)]
-        stale = [tile for tile in self._refreshed if self._is_stale(storages[tile], tile, staging)]
-        reduced = [(tile, gradients.reduced_now(tile)) for tile in self._reduced]
+        many = [ranks for ranks in dict.fromkeys(storages[tile].ranks for tile in self._tiles) if ranks.size > 1]
+        apart = {
+            name: member
+            for tile in (self._replicated if many else ())
+            for name, member in _members(self._schedule.tiles[tile], storages[tile])
+            if not member.share.agreed
+        }
         takes_over = self._is_first and bool(apart)
-        if not many or not (self._gathered or stale or takes_over or any(any(members) for _, members in reduced)):
+        now = list(self._due_now(storages, gradients)) if many else []
+        if not ((many and self._gathered) or now or takes_over):
             return True
-        fixed = _number(self._digest, reduced, apart)
-        state = _number(due, stale, takes_over, has_successor and self._schedule.kind == "forward")
+        stale = [tile for tile in self._refreshed if any(member.share.stale for member in storages[tile].members)]
+        # Of those here, nothing is started again.
+        here = [staging.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
+        gathered = [tile is not None and tile.state is TileState.GATHERED for tile in here]
+        gathered += [staging.present(storages[tile], self._schedule.tiles[tile]) is not None for tile in stale]
+        expects = has_successor and self._schedule.kind == "forward"
+        numbers = [_number(self._digest, now), _number(gathered, takes_over, expects)]
         common = True
-        for each in many:
-            same_order, same_state = each.alike([fixed, state], self._what)
+        for ranks in many:
+            same_order, same_state = ranks.alike(numbers, f"the collectives of {self._name}")
             if not same_order:
-                self._refuse(each, reduced, apart)
+                _refuse(ranks, self._name, [self._schedule.kind, *common_to_ranks(self._plan), *now])
             common = common and same_state
-        if takes_over or not common:
-            for storage in (storage for tile in apart for storage in storages[tile].members):
-                storage.agree()
+            if takes_over or not same_state:
+                lists = ranks.of_all(list(apart), "what eager code wrote to")
+                for name in (name for name in lists[0] if all(name in names for names in lists)):
+                    apart[name].agree()
         self._is_first = False
         if not common:
             staging.drop_staying()
         return common
 
-    def _is_gathered(self, storage: Stored, tile: int, staging: Staging) -> bool:
-        flying = staging.present(storage, self._schedule.tiles[tile])
-        return flying is not None and flying.state is TileState.GATHERED
+    def _due_now(self, storages: Sequence[Stored | None], gradients: LeavingGradients | None) -> Iterator[str]:
+        """What a run starts that doesn't follow from the plan alone: it gathers what other ranks have updated, and
+        reduces gradients, unless they are accumulated first."""
+        for tile in self._refreshed:
+            planned = self._schedule.tiles[tile]
+            if stale := [name for name, member in _members(planned, storages[tile]) if member.share.stale]:
+                yield f"the refresh of {', '.join(stale)}"
+        for tile in self._reduced:
+            names = [name for name, _ in _members(self._schedule.tiles[tile], storages[tile])]
+            if reduced := [name for name, is_now in zip(names, gradients.reduced_now(tile), strict=True) if is_now]:
+                yield f"the reduction of the gradient of {', '.join(reduced)}"
 
-    def _is_stale(self, storage: Stored, tile: int, staging: Staging) -> bool:
-        stale = any(member.share.stale for member in storage.members)
-        return stale and staging.present(storage, self._schedule.tiles[tile]) is None
 
-    @property
-    def _what(self) -> str:
-        labels = [self._schedule.tiles[tile].label for tile in (self._tiles or self._replicated)]
-        first, *others = labels
-        several = f" and {len(others)} more" if others else ""
-        return f"the collectives of {first}{several} in a {self._schedule.kind} graph"
+def _refuse(ranks: Ranks, graph: str, lines: Sequence[str]) -> NoReturn:
+    """Raise what all ranks raise, each with what it was about to run, and to do, in `lines`."""
+    graphs, by_rank = zip(*ranks.of_all((graph, lines), "what ranks are about to run"), strict=True)
+    places = range(max(map(len, by_rank)))
+    texts = ([some[place] if place < len(some) else "nothing more" for some in by_rank] for place in places)
+    differing = next(text for text in texts if len(set(text)) > 1)
+    shown = "; ".join(f"rank {rank}: {_around_difference(text, differing)}" for rank, text in enumerate(differing))
+    running = "; ".join(f"rank {rank}: {graph}" for rank, graph in enumerate(graphs))
+    raise RanksError(
+        f"ranks disagree about the plan of a graph that they are about to run together ({running}). The first "
+        f"difference is in: {shown}. No collective was started. All ranks must hold the same model, options and "
+        "package versions, and call the same parts of the model in the same order: a part that one rank skips, a batch "
+        "that one has more than the others, and no_sync() on some of them make a difference, sizes of batches don't"
+    )
 
-    def _refuse(self, ranks: Ranks, reduced: Sequence[tuple[int, Sequence[bool]]], apart: Sequence[int]) -> NoReturn:
-        labels = [self._schedule.tiles[tile].label for tile, members in reduced if any(members)]
-        written = [self._schedule.tiles[tile].label for tile in apart]
-        lines = [
-            *(f"to run {self._what}", *self._lines),
-            f"it reduces the gradients of {', '.join(labels) or 'no parameter'}",
-            f"eager code wrote to {', '.join(written) or 'no parameter'}",
-        ]
-        found = ranks.of_all(lines, "what ranks are about to run")
-        places = range(max(map(len, found)))
-        texts = ([one[place] if place < len(one) else "nothing more" for one in found] for place in places)
-        differing = next(each for each in texts if len(set(each)) > 1)
-        shown = (_around_difference(text, differing) for text in differing)
-        by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown))
-        raise RanksError(
-            f"ranks disagree about the plan of a graph that they are about to run together ({by_rank}). No collective "
-            "was started. All ranks must hold the same model, options and package versions, and call the same parts of "
-            "the model in the same order: a part that one rank skips, a batch that one has more than the others, "
-            "no_sync() on some ranks only. Sizes of batches may differ"
-        )
+
+def _members(planned: Tile, storage: Stored) -> Iterator[tuple[str, TensorStorage]]:
+    """The parameters of a tile, with their names."""
+    names = [member.name for member in planned.members] or [planned.name]
+    return zip(names, storage.members, strict=True)
 
 
 def _is_replicated(tile: Tile) -> bool:
