@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from forked import Running
 from gate import slow
@@ -186,6 +187,138 @@ def test_buffers_without_values_take_those_of_the_base(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"'one' is float32\[4\], and float32\[5\] in the model"):
         zinf_fx.attach_base(longer, tmp_path / "base", store=tmp_path / "store")
     assert longer.one.is_meta
+
+
+class Routed(nn.Module):
+    """Persistent buffers of many kinds, and others."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("bias", torch.full((4,), bias))
+        self.register_buffer("scalar", torch.tensor(bias, dtype=torch.float64))
+        self.register_buffer("flags", torch.full((3,), bool(bias)))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("expanded", torch.tensor([bias]).expand(5))
+        self.register_buffer("transposed", (torch.arange(6.0) * bias).view(2, 3).T)
+        self.register_buffer("bytes", torch.full((4,), int(bias), dtype=torch.uint8))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.inner = nn.Module()
+        self.inner.register_buffer("shared", self.bias)
+        self.inner.seen = self.bias[:2]  # a view, which sees what the buffer becomes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) + self.bias
+
+
+def routed() -> Routed:
+    """With values that training left."""
+    model = Routed(3.0)
+    with torch.no_grad():
+        model.linear.weight.fill_(0.25)
+    for _ in range(3):
+        model(torch.randn(5, 8))
+    return model.eval()
+
+
+def beginning(how: str) -> Routed:
+    if how == "all on the meta device":
+        with torch.device("meta"):
+            model = Routed()
+        model.passing = torch.ones(2)
+        return model
+    with torch.inference_mode(how == "in inference mode"):
+        model = Routed()
+    if how == "parameters on the meta device":  # as accelerate.init_empty_weights(include_buffers=False) makes it
+        for name, own in list(model.named_parameters()):
+            module, _, name = name.rpartition(".")
+            setattr(model.get_submodule(module), name, nn.Parameter(own.to("meta")))
+    if how == "compiled in parts":
+        model.linear = torch.compile(model.linear, backend="zinf")
+    return model
+
+
+def base_of(model: nn.Module, tmp_path: Path, how: str) -> Path:
+    (tmp_path / "store").mkdir(exist_ok=True)
+    save = (
+        zinf_fx.export_safetensors if how == "safetensors" else lambda model, path: zinf_fx.save_checkpoint(path, model)
+    )
+    save(model, tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("files", ["safetensors", "a checkpoint"])
+@pytest.mark.parametrize(
+    "how",
+    ["in memory", "parameters on the meta device", "all on the meta device", "in inference mode", "compiled in parts"],
+)
+def test_persistent_buffers_are_those_of_the_files(tmp_path: Path, how: str, files: str):
+    source = routed()
+    base = base_of(source, tmp_path, files)
+    model = beginning(how).eval()
+    objects = dict(model.named_buffers(remove_duplicate=False))
+    zinf_fx.attach_base(model, base, store=tmp_path / "store")
+    for name, value in source.named_buffers(remove_duplicate=False):
+        own = model.get_buffer(name)
+        assert own.dtype == value.dtype and torch.equal(own, value), name
+        assert own is objects[name] or how == "all on the meta device" or name == "expanded"
+    assert model.inner.shared is model.bias
+    if how != "all on the meta device":
+        assert torch.equal(model.inner.seen, source.bias[:2])
+    x = torch.randn(2, 8)
+    if how != "in inference mode":
+        assert torch.equal(model(x), source(x))
+
+
+LEFT = {
+    "a missing buffer": (lambda state: state.pop("norm.running_var"), r"it lacks 'norm\.running_var', a buffer"),
+    "all names of one": (lambda state: (state.pop("bias"), state.pop("inner.shared", None)), r"it lacks 'bias', a buf"),
+    "another shape": (lambda state: state.update(flags=torch.ones(4) > 0), r"'flags' is bool\[4\], and bool\[3\] in"),
+    "another dtype": (
+        lambda state: state.update(scalar=torch.tensor(1.0)),
+        r"'scalar' is float32\[\], and float64\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+@pytest.mark.parametrize("how", ["in memory", "all on the meta device"])
+def test_buffers_that_the_files_lack_are_refused(tmp_path: Path, what: str, how: str):
+    change, message = LEFT[what]
+    state = {name: value.clone() for name, value in routed().state_dict().items()}
+    change(state)
+    safetensors.torch.save_file({name: one.contiguous() for name, one in state.items()}, tmp_path / "model.safetensors")
+    model = beginning(how)
+    before = {name: (one, None if one.is_meta else one.clone()) for name, one in model.named_buffers()}
+    with pytest.raises(CheckpointError, match=message):
+        zinf_fx.attach_base(model, tmp_path, store=tmp_path)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    for name, (one, value) in before.items():
+        assert model.get_buffer(name) is one and (value is None or torch.equal(one, value))
+
+
+def test_one_name_of_a_shared_buffer_is_enough(tmp_path: Path):
+    state = {name: value.contiguous().clone() for name, value in routed().state_dict().items() if name != "bias"}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    model = zinf_fx.attach_base(beginning("in memory"), tmp_path, store=tmp_path)
+    assert model.bias is model.inner.shared and model.bias.tolist() == [3.0] * 4
+
+
+def test_what_is_not_persistent_is_left_alone(tmp_path: Path):
+    """Also where the files have it, as older ones do; on the meta device, it comes from there, or is refused."""
+    state = {name: value.contiguous().clone() for name, value in routed().state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    model = beginning("in memory")
+    model.passing = model.passing.to("meta")
+    with pytest.raises(CheckpointError, match=r"lacks 'passing', a buffer without a value: accelerate"):
+        zinf_fx.attach_base(model, tmp_path, store=tmp_path)
+    safetensors.torch.save_file(state | {"passing": torch.full((2,), 7.0)}, tmp_path / "model.safetensors")
+    zinf_fx.attach_base(model, tmp_path, store=tmp_path)
+    assert model.passing.tolist() == [7.0, 7.0]
+    other = zinf_fx.attach_base(beginning("in memory"), tmp_path, store=tmp_path)
+    assert other.passing.tolist() == [1.0, 1.0]
 
 
 def test_what_is_attached_while_only_inference_is_meant_can_be_trained_over(tmp_path: Path):

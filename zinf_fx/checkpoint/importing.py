@@ -10,7 +10,7 @@ import torch
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.files import lies_within
-from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwrapped
+from zinf_fx.checkpoint.naming import Everyone, as_named, names_of_tied, tensors_of, unwrapped
 from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
@@ -46,7 +46,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     tensors = tensors_of(model)
     everyone = Everyone(wrapped, tensors.values())
     with together("comparing weights with the model", *everyone.ranks):
-        places, wrong = as_published(places_of(path), tensors)
+        places, wrong = as_published(as_named(model, places_of(path), tensors), tensors)
         _check_fit(model, tensors, places, path, wrong)
     tables = tables_of(model.modules())
     with together("loading weights", *everyone.ranks), WeightFiles() as files:

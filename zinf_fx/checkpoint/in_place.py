@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from zinf_fx.checkpoint.importing import misfit, places_of
+from zinf_fx.checkpoint.naming import as_named
 from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile
 from zinf_fx.checkpoint.training.files import MANIFEST
@@ -19,15 +20,17 @@ from zinf_fx.errors import CheckpointError
 _MODEL = "model"
 
 
-def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, TensorInFile | Published]:
+def located(
+    model: torch.nn.Module, path: Path, wanted: Mapping[str, torch.Tensor]
+) -> dict[str, TensorInFile | Published]:
     """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
-    safetensors files, as `load_safetensors` takes them. `wanted`: the model's.
+    safetensors files, as `load_safetensors` takes them. `wanted`: the model's, by their plain names.
 
     Raises: CheckpointError for what is neither, for a checkpoint in which a tensor is not in one piece, and for codes
     and scales that don't fit each other.
     """
     if not (path / MANIFEST).is_file():
-        places, wrong = as_published(places_of(path), wanted)
+        places, wrong = as_published(as_named(model, places_of(path), wanted), wanted)
         if wrong:
             raise misfit(path, wrong)
         return places
@@ -42,7 +45,7 @@ def located(path: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, TensorI
             quantised = None if how is None else of_format(how)
             file, offset = _in_one_piece(path, manifest, saved)
             found[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
-    return found
+    return as_named(model, found, wanted)
 
 
 def _in_one_piece(path: Path, manifest: Manifest, saved: SavedTensor) -> tuple[Path, int]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError
 from zinf_fx.runtime.tensor.local_parameter import made_of, stored_parameter
 from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
+
+T = TypeVar("T")
+
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""The member of a wrapper that is the user's module: of torch.compile, FullyShardedDataParallel, and PyTorch's wrapper
+for activation checkpointing."""
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -29,12 +37,58 @@ def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return layers
 
 
+def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Some qualified names of a model's members, each with the name that it would have without the wrappers that are
+    put around parts of the model. Members that would have one name keep theirs."""
+    plain = {name: _plain(model, name) for name in names}
+    owners = Counter(plain.values())
+    return {name: own if owners[own] == 1 else name for name, own in plain.items()}
+
+
+def by_plain_name(model: torch.nn.Module, members: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Members of a model, such as `named_parameters()` gives, by the names of `plain_names`."""
+    members = dict(members)
+    return {own: members[name] for name, own in plain_names(model, members).items()}
+
+
+def _plain(model: torch.nn.Module, name: str) -> str:
+    kept, module = [], model
+    for part in name.split("."):
+        inner = _wrapped_member(module)
+        while inner not in (None, part) and part not in module._modules:  # a wrapper that leaves itself out of names
+            module = module._modules[inner]
+            inner = _wrapped_member(module)
+        if inner != part:
+            kept.append(part)
+        module = None if module is None else module._modules.get(part)
+    return ".".join(kept)
+
+
+def _wrapped_member(module: torch.nn.Module | None) -> str | None:
+    """The name of the member that a module is put around, if it is a wrapper."""
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return "module"
+    return None if module is None else next((name for name in WRAPPED if name in module._modules), None)
+
+
+def as_named(model: torch.nn.Module, in_files: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
+    """What files have, by the names that a model's members have: `wanted`, which are plain. Files may have been written
+    from a model with wrappers around its parts, those that this one has or others."""
+    own_names = plain_names(model, model.state_dict(keep_vars=True))
+    found = {name: value for name, value in in_files.items() if name in wanted}
+    for name, value in in_files.items():
+        if name not in wanted:
+            own = own_names.get(name) or ".".join(part for part in name.split(".") if part not in WRAPPED)
+            found[name if own in in_files or own in found else own] = value
+    return found
+
+
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The entries of the model's state dict, themselves: parameters and buffers that are saved.
+    """The entries of the model's state dict, themselves, by their plain names: parameters and buffers that are saved.
 
     Raises: CheckpointError for one that is no tensor, or has no values.
     """
-    found = model.state_dict(keep_vars=True)
+    found = by_plain_name(model, model.state_dict(keep_vars=True).items())
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -47,7 +101,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "files have ordinary tensors only: save_checkpoint() and load_checkpoint() take what it is made of"
             )
         check_has_values(value, f"'{name}' in the state dict")
-    return dict(found)
+    return found
 
 
 def check_has_values(tensor: torch.Tensor, what: str) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 import zinf_fx.frontend.replacement  # registers what takes the place of stored parameters
 import zinf_fx.frontend.wrapping  # warns of DistributedDataParallel around them
 import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any optimizer)
+from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs
@@ -164,8 +165,12 @@ def _about_to_be_called(optimized: torch.nn.Module, arguments: Any) -> None:
         return
     placement = (_options_of(optimized) or {}).get("placement")
     if isinstance(placement, (Mapping, PlacementRules)):
-        check_rules(Config(placement=placement), dict(optimized._orig_mod.named_parameters()))
+        check_rules(Config(placement=placement), _parameters_of(optimized._orig_mod))
     _remove(optimized._forward_pre_hooks, _about_to_be_called)
+
+
+def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return by_plain_name(model, model.named_parameters())
 
 
 def _options_of(optimized: torch.nn.Module) -> dict[str, Any] | None:
@@ -197,7 +202,7 @@ def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
     Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
     limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
     """
-    present = dict(model.named_parameters())
+    present = _parameters_of(model)
     rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
     if not rest:
         return

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.in_place import located
-from zinf_fx.checkpoint.naming import unwrapped
+from zinf_fx.checkpoint.naming import by_plain_name, unwrapped
 from zinf_fx.checkpoint.published import Published
-from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles
+from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile, WeightFiles
 from zinf_fx.checkpoint.training.parts.part import listed
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
@@ -31,6 +31,8 @@ from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
 
+_WITHOUT_VALUE = " without a value: accelerate.init_empty_weights(include_buffers=False) leaves those in memory"
+
 
 def attach_base(
     model: torch.nn.Module, directory: str | os.PathLike[str], config: Config | None = None, **fields: object
@@ -46,15 +48,16 @@ def attach_base(
     codes go to this model's store, each with its scales, tables of embeddings too. To share them, save a model that
     `load_safetensors` gave them once, and attach that.
 
-    Parameters may be on the meta device, and their values are not looked at; buffers on the meta device take those of
-    the files. Adapters are added afterwards. Of many ranks, each reads its part.
+    Parameters may be on the meta device, and their values are not looked at. Persistent buffers, which are in a state
+    dict, take the values of the files, and stay in memory; so do others on the meta device. Adapters are added
+    afterwards. Of many ranks, each reads its part.
 
     Raises: CheckpointError where names, shapes or dtypes differ; ConfigError for a placement of parameters that is not
     "nvme", for a `frozen_dtype` that the files don't have, and for parameters that are divided; StoreError for files
     that can't be read. On every rank, what fails on one fails; the model is as before then.
     """
     model, path = unwrapped(model), Path(directory)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
     config = decided(
         Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]
     )
@@ -65,9 +68,9 @@ def attach_base(
             f"attach_base() reads parameters from disk, and the placement has them on {there}: "
             "leave it out, or load the files with load_safetensors() or load_checkpoint()"
         )
-    buffers = {name: one for name, one in model.named_buffers(remove_duplicate=False) if one.is_meta}
+    buffers = _buffers_in_files(model)
     with together("attaching a base", Ranks.of(config)), torch.inference_mode(False):
-        found = located(path, parameters)
+        found = located(model, path, parameters | buffers)
         _check_fit(model, parameters, buffers, found, path)
         _check_formats(config, parameters, found, path)
         owners = Owners(config, Ranks.of(config).shards)
@@ -77,21 +80,40 @@ def attach_base(
     return model
 
 
+def _buffers_in_files(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By plain name, the buffers that take their values from files: those of the state dict, and those without any."""
+    persistent = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    buffers = by_plain_name(model, model.named_buffers(remove_duplicate=False))
+    return {name: buffer for name, buffer in buffers.items() if id(buffer) in persistent or buffer.is_meta}
+
+
 @held_back
+@torch.no_grad()
 def _take_over(
     model: torch.nn.Module,
     parameters: Mapping[str, torch.nn.Parameter],
     twins: dict[int, StoredTensor],
-    values: Mapping[str, torch.Tensor],
+    values: Mapping[int, torch.Tensor],
 ) -> None:
-    """Give the parameters the implementations of `twins`, by id, and the buffers of these names their values."""
+    """Give the parameters the implementations of `twins`, and the buffers their values, both by ids."""
     for parameter in {id(one): one for one in parameters.values()}.values():
         parameter.grad = None
         parameter.requires_grad_(False)
         replace_in_place(parameter, twins.pop(id(parameter)))
-    for name, value in values.items():
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own] = value
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if (value := values.get(id(buffer))) is None:
+                continue
+            if buffer.is_meta or _is_expanded(buffer):
+                module._buffers[name] = value.to("cpu" if buffer.is_meta else buffer.device)
+                continue
+            with torch.inference_mode(buffer.is_inference()):
+                buffer.copy_(value)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie in one place, so that they can't take values of their own there."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _twins(
@@ -171,15 +193,15 @@ def _twin(
     return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=place.quantised))
 
 
-def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile]) -> dict[str, torch.Tensor]:
-    """By name, the values of buffers, of which some may be one object with several names."""
+def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile]) -> dict[int, torch.Tensor]:
+    """By the ids of buffers, of which some may be one object with several names, their values."""
     read: dict[int, torch.Tensor] = {}
     with WeightFiles() as files:
         for name, buffer in buffers.items():
             if place := found.get(name):
                 content = files.read(place, 0, place.kind.nbytes)
                 read[id(buffer)] = content.view(place.kind.dtype).view(place.shape)
-    return {name: read[id(buffer)] for name, buffer in buffers.items()}
+    return read
 
 
 def _check_fit(
@@ -189,17 +211,19 @@ def _check_fit(
     found: Mapping[str, TensorInFile | Published],
     path: Path,
 ) -> None:
-    """Raises: CheckpointError unless all parameters, and buffers without values, are in the files as the model has
-    them."""
+    """Raises: CheckpointError unless all of these parameters and buffers are in the files as the model has them."""
     wrong = []
     names: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
     lacking = [several[0] for several in names.values() if not any(name in found for name in several)]
+    wrong += [f"it lacks '{name}'" for name in lacking]
     known = {id(buffer) for name, buffer in buffers.items() if name in found}
-    lacking += [name for name, buffer in buffers.items() if id(buffer) not in known]
-    empty = " (a buffer without a value: accelerate.init_empty_weights(include_buffers=False) leaves those in memory)"
-    wrong += [f"it lacks '{name}'{empty if name in buffers else ''}" for name in lacking]
+    wrong += [
+        f"it lacks '{name}', a buffer{_WITHOUT_VALUE if buffer.is_meta else ''}"
+        for name, buffer in buffers.items()
+        if id(buffer) not in known
+    ]
     for name, parameter in parameters.items():
         if isinstance(parameter, StoredTensor):
             wrong.append(f"'{name}' of the model is stored already")
@@ -208,12 +232,15 @@ def _check_fit(
         elif name in found and (mine := _form(parameter, found[name])) != (theirs := _form_of(found[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     for name, buffer in buffers.items():
-        if name in found and (mine := _form(buffer, found[name])) != (theirs := _form_of(found[name])):
+        if isinstance(buffer, DTensor):
+            wrong.append(f"'{name}' of the model is a DTensor, and only whole buffers are read")
+        elif name in found and (mine := str(Kind(buffer.dtype, tuple(buffer.shape)))) != (theirs := str(found[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     if wrong:
         raise CheckpointError(
             f"{path} is no base of {type(model).__name__}: {listed(wrong)}. Nothing was changed: "
-            "build the model as it was saved, in its dtype (model.to(torch.bfloat16)), before adapters are added"
+            "build the model as it was saved, in its dtype (model.to(torch.bfloat16), and a buffer of another one by "
+            "module.name = module.name.float()), before adapters are added"
         )
 
 

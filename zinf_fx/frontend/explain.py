@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.adam import MasterForm, StateForm
+from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
@@ -222,7 +223,7 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
     """The options that the backend would plan with; the placement may be "auto" still."""
     requested = Config.of(config, fields)
     parameters = list(model.parameters())
-    stored = stored_among(model.named_parameters())
+    stored = stored_among(by_plain_name(model, model.named_parameters()).items())
     if not stored:
         return with_ranks(requested, parameters) if requested.placement == "auto" else decided(requested, parameters)
     of_states = options_of_states(stored)
@@ -238,7 +239,7 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
 def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
     memo: dict[int, Any] = {}
-    parameters, tables = dict(model.named_parameters()), tables_of(model.modules())
+    parameters, tables = by_plain_name(model, model.named_parameters()), tables_of(model.modules())
     check_rules(config, parameters)
     configs = configs_of(config, parameters)
     for name, parameter in parameters.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._guards import GuardSource
 
+from zinf_fx.checkpoint.naming import WRAPPED
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -27,7 +29,7 @@ class GraphInput:
     """One input of a captured graph.
 
     Attributes:
-        name: the qualified one, as `named_parameters()` would give it.
+        name: the qualified one, as `named_parameters()` would give it without wrappers.
         given: what the caller gives.
         taken: what the graph takes of that: this rank's part of an offloaded DTensor parameter, else all.
         seen: what Dynamo knows in its place.
@@ -97,7 +99,7 @@ def bytes_in_memory(tensor: torch.Tensor) -> int:
 
 
 def input_names(module: fx.GraphModule) -> list[str]:
-    """The qualified name of each input, as `named_parameters()` would give it."""
+    """The qualified name of each input, as `named_parameters()` would give it without wrappers of the model's parts."""
     names = []
     for node in module.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
@@ -108,7 +110,8 @@ def input_names(module: fx.GraphModule) -> list[str]:
 
 def _qualified(source: str) -> str:
     """`L['self']._modules['a']._modules['0']._parameters['weight']` -> `a.0.weight`; anything else stays."""
+    source = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", source)  # so where a class has a `__getattr__` of its own
     root, *parts = source.replace("]", "").replace("'", "").split("[")
     if len(parts) < 2 or root != "L":
         return source
-    return ".".join(key.partition("._")[0] for key in parts[1:])
+    return ".".join(own for key in parts[1:] if (own := key.partition("._")[0]) not in WRAPPED)

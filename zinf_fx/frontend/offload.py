@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.checkpoint.elements import replace
+from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import placed_by_rule
@@ -89,7 +90,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     given = options_given(config, fields)
     config = Config.of(config, fields)
     check_not_sharded(model)
-    present = dict(model.named_parameters())
+    present = by_plain_name(model, model.named_parameters())
     check_rules(config, present)
     hint = "what is stored keeps its options, so give the same ones, or offload an ordinary model"
     check_not_contradicted(config, given, stored_among(present.items()), hint)
@@ -106,7 +107,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     with codes_kept(model):
         offload_parameters(parameters, config, tables, configs)
     composed.put_together()
-    for name, buffer in model.named_buffers():
+    for name, buffer in by_plain_name(model, model.named_buffers()).items():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
     return model

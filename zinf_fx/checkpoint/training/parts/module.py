@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zinf_fx.checkpoint.naming import unwrapped
+from zinf_fx.checkpoint.naming import by_plain_name, plain_names, unwrapped
 from zinf_fx.checkpoint.training.parts.part import Collected, Matching
 from zinf_fx.checkpoint.training.values import decode, encode
 from zinf_fx.plan.codec import dtypes
@@ -24,9 +24,6 @@ SHAPES = "quantised_shapes"
 COMPOSED = "composed"
 """Of the plain values, by the names of tensors that were saved as those that they are made of, of what class they are,
 and what else that says of them."""
-
-# What torch.compile puts into the names of a module's members.
-_WRAPPER = "_orig_mod."
 
 
 class ModulePart:
@@ -71,7 +68,7 @@ class ModulePart:
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, list[str]]]:
         """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state. In the place of
         tensors that are made of several come these, by their names behind it; what such are comes by their names."""
-        state = {name.replace(_WRAPPER, ""): value for name, value in self.module.state_dict().items()}
+        state = by_plain_name(self.module, self.module.state_dict().items())
         tensors: dict[str, torch.Tensor] = {}
         composed: dict[str, list[str]] = {}
         for name, value in state.items():
@@ -81,10 +78,8 @@ class ModulePart:
         return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra, composed
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:
-        names = self.module.state_dict()
-        self.module.load_state_dict(
-            {n: found[m] for n in names if (m := n.replace(_WRAPPER, "")) in found}, strict=False
-        )
+        names = plain_names(self.module, self.module.state_dict())
+        self.module.load_state_dict({n: found[own] for n, own in names.items() if own in found}, strict=False)
 
 
 def _take_apart(
@@ -129,4 +124,5 @@ def is_read_only(tensor: torch.Tensor) -> bool:
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
     """The name of each parameter of a model; the first, where it has several."""
-    return {one: name.replace(_WRAPPER, "") for name, one in unwrapped(module).named_parameters()}
+    module = unwrapped(module)
+    return {one: name for name, one in by_plain_name(module, module.named_parameters()).items()}
