@@ -2,11 +2,20 @@
 
 So a model stays offloaded when a library resizes its embeddings, makes a new head, or loads a state dict by assignment.
 What is added in a new place, such as the adapters of a fine-tuning library, stays ordinary.
+
+[Note: tied names]
+`load_state_dict(assign=True)` makes a parameter for each name. Those of tied weights are in the same memory then, where
+plain PyTorch updates both; stored, each would have bytes of its own. So where one stored parameter had several names,
+these get one parameter again for what is in one memory. Names that are given different tensors are parted, as in plain
+PyTorch, and a warning says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.module import (
@@ -19,14 +28,106 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.offload import offload_parameters
 from zinf_fx.frontend.staying import note_staying
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
+class _Successor(NamedTuple):
+    """What took the place of a stored parameter under one of its names.
+
+    Attributes:
+        module, name: where it is.
+        memory: what its elements were in when it came.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    storage: weakref.ref[TensorStorage]
+    memory: _Memory
+
+    @property
+    def parameter(self) -> StoredTensor | None:
+        """The parameter, if it is still there."""
+        module, storage = self.module(), self.storage()
+        present = None if module is None or storage is None else module._parameters.get(self.name)
+        return present if isinstance(present, StoredTensor) and present.storage is storage else None
+
+
+class _Memory(NamedTuple):
+    """The elements of a tensor, and how often they were written to."""
+
+    holder: weakref.ref[object]
+    layout: Hashable
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Memory:
+        if isinstance(tensor, StoredTensor):
+            return cls(weakref.ref(tensor.storage), (tuple(tensor.shape), tensor.views))
+        writes = None if tensor.is_inference() else tensor._version
+        layout = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), writes)
+        return cls(weakref.ref(tensor.untyped_storage()), layout)
+
+    def is_that_of(self, tensor: torch.Tensor) -> bool:
+        holder = self.holder()
+        other = _Memory.of(tensor)
+        return holder is not None and holder is other.holder() and self.layout == other.layout
+
+
+# By the storage of a stored parameter, what took its place under the first of its names, and under others.
+_SUCCESSORS: weakref.WeakKeyDictionary[TensorStorage, list[_Successor]] = weakref.WeakKeyDictionary()
+
+
 @register_module_parameter_registration_hook
-def _parameter_registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+def _parameter_registered(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+) -> torch.nn.Parameter | None:
+    """Returns what is to be registered in the place of `parameter`, if anything: see [Note: tied names]."""
     before = module._parameters.get(name)
-    if isinstance(before, StoredTensor):
+    if not isinstance(before, StoredTensor) or parameter is before:
+        return None
+    if not _is_strided(parameter):
         _store_like({name: before}, {name: parameter})
+        return None
+    if (tied := _tied_with(before, parameter, f"'{name}' of {type(module).__name__}")) is not None:
+        return tied
+    memory = _Memory.of(parameter)
+    _store_like({name: before}, {name: parameter})
+    if isinstance(parameter, StoredTensor):
+        others = [one for one in _SUCCESSORS.get(before.storage, ()) if one.parameter is not None]
+        place = _Successor(weakref.ref(module), name, weakref.ref(parameter.storage), memory)
+        _SUCCESSORS[before.storage] = [*(one for one in others if one[:2] != place[:2]), place]
+    return None
+
+
+def _is_strided(parameter: torch.nn.Parameter | None) -> bool:
+    """Whether this is a parameter, stored or ordinary, with elements in a memory."""
+    if not isinstance(parameter, StoredTensor) and type(parameter) is not torch.nn.Parameter:
+        return False
+    return not parameter.is_meta and parameter.layout == torch.strided and parameter.numel() > 0
+
+
+def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -> StoredTensor | None:
+    """The parameter that took the place of `before` under another name, if `parameter` is in the same memory."""
+    present = [place for place in _SUCCESSORS.get(before.storage, ()) if place.parameter is not None]
+    if not present or any(place.parameter is parameter for place in present):
+        return None
+    same = (
+        number
+        for number, place in enumerate(present)
+        if place.memory.is_that_of(parameter) and place.parameter.requires_grad == parameter.requires_grad
+    )
+    ranks = before.storage.share.ranks
+    number = ranks.of_first(next(same, None), f"whether {what} is tied")
+    if number is not None:
+        return present[number].parameter
+    other = present[0]
+    warnings.warn(
+        f"{what} and '{other.name}' of {type(other.module()).__name__} were one parameter, and are two from now on, as "
+        "in plain PyTorch: they were given different tensors, as files have them that keep no ties. To tie them again, "
+        "assign the one parameter to both modules, as model.tie_weights() of transformers does",
+        stacklevel=3,
+    )
+    return None
 
 
 @register_module_module_registration_hook
