@@ -81,6 +81,19 @@ def test_a_module(device: str):
     assert (found.states.parameters, found.states.gradients, found.states.optimizer) == (4, 4, 8)
 
 
+def test_products_that_pytorch_does_not_count():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 32, 16, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x, self.weight, ends).mean()
+
+    inputs = torch.zeros(64, 32, dtype=torch.bfloat16), torch.tensor([8, 16, 16, 64], dtype=torch.int32)
+    assert of_module(Experts(), inputs, name="x").work == 2 * 2 * 64 * 32 * 16  # the inputs need no gradient
+
+
 def test_a_checkpointed_module_keeps_nothing_and_computes_forward_again():
     plain = of_module(TwoLinears(), (torch.zeros(4, 8),), name="x")
     found = of_module(TwoLinears(checkpointed=True), (torch.zeros(4, 8),), name="x")

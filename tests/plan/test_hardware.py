@@ -85,6 +85,12 @@ def test_what_there_is_not():
         hardware.load("dgx-2").achieved("bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2"])
+def test_codes_of_8_bits_are_computed_as_fast_as_the_fastest_dtype(dtype: str):
+    machine = hardware.load("dgx-2")
+    assert machine.achieved(dtype) == machine.achieved("float16") > machine.achieved("float32")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

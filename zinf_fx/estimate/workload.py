@@ -20,6 +20,7 @@ from zinf_fx.analysis import symbols as s
 from zinf_fx.analysis.memory import StateBytes
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.errors import ConfigError
+from zinf_fx.flops import formulas_besides
 from zinf_fx.quantisation import FORMATS, can_be_quantised, quantised_shape, tables_of
 
 
@@ -224,7 +225,7 @@ class _DryRun:
         arguments = tree_map_only(torch.Tensor, fake, inputs)
         args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
         there_anyway = {_storage(t) for t in (*state.values(), *tree_iter(arguments)) if isinstance(t, torch.Tensor)}
-        with mode, FlopCounterMode(display=False) as counter:
+        with mode, FlopCounterMode(display=False, custom_mapping=formulas_besides()) as counter:
             self.trains = torch.func.functional_call(step, state, args, kwargs)
         self.work = counter.get_total_flops()
         kept = {_storage(tensor): tensor for tensor in step.saved}

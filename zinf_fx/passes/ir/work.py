@@ -3,18 +3,23 @@ many kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 from zinf_fx import ops
+from zinf_fx.flops import formula_of, name_of, seems_a_product
 from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import bytes_computed, size_at_hand
+
+log = logging.getLogger("zinf_fx")
 
 
 @register_flop_formula(ops.quantised_mm.overloadpacket)
@@ -25,9 +30,9 @@ def _flops_of_product(left: torch.Size, *args: object, out_shape: torch.Size, **
 class Work(NamedTuple):
     """Of one or several nodes.
 
-    `flops` of matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`;
-    `product_bytes` read and written by these; `other_bytes` by all others; `dtype` of most of the flops, None where
-    there are none; `kernels` that a device is given, one by one.
+    `flops` of matrix products, convolutions and attention, by `zinf_fx.flops`; `product_bytes` read and written by
+    these; `other_bytes` by all others; `dtype` of what most of the flops are done with, None where there are none;
+    `kernels` that a device is given, one by one.
     """
 
     flops: int = 0
@@ -38,18 +43,44 @@ class Work(NamedTuple):
 
 
 def work_of(node: fx.Node) -> Work:
-    """The work of one node, with the sizes at hand where they are symbolic. A view has none; where an operator will say
-    a size at run time, flops are not counted."""
+    """The work of one node, with the sizes at hand where they are symbolic. A view has none. A product that can't be
+    counted has that of its bytes, and is warned of once."""
     if is_view_node(node):
         return Work()
     nbytes = bytes_computed(node) + sum(map(bytes_computed, node.all_input_nodes))
-    other = Work(other_bytes=nbytes, kernels=int(_is_kernel(node)))
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None or not all(_has_size(one) for one in (node, *node.all_input_nodes)):
-        return other
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(_at_hand, n.meta["val"]))
-    flops = int(count(*args, **kwargs, out_val=tree_map(_at_hand, node.meta["val"])))
-    return Work(flops, product_bytes=nbytes, dtype=_tensors(node)[0].dtype, kernels=1) if flops else other
+    flops = _flops(node)
+    if not flops:
+        return Work(other_bytes=nbytes, kernels=int(_is_kernel(node)))
+    operand = next(_operands(node), None)
+    return Work(flops, product_bytes=nbytes, dtype=None if operand is None else operand.dtype, kernels=1)
+
+
+def _flops(node: fx.Node) -> int:
+    count = formula_of(node.target)
+    if count is None:
+        wrapped = next((arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)), node.target)
+        if seems_a_product(wrapped, len([one for one in _operands(node) if one.ndim > 1])):
+            _warn_of_uncounted(name_of(wrapped), "has no formula")
+        return 0
+    if not all(_has_size(one) for one in (node, *node.all_input_nodes)):
+        _warn_of_uncounted(name_of(node.target), "has sizes that are known at run time only")
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(_at_hand, n.meta.get("val")))
+    try:
+        return int(count(*args, **kwargs, out_val=tree_map(_at_hand, node.meta.get("val"))))
+    except Exception as error:  # which anybody can register, and some have assertions
+        _warn_of_uncounted(name_of(node.target), f"has a formula that raised {type(error).__name__}: {error}")
+        return 0
+
+
+@cache
+def _warn_of_uncounted(name: str, why: str) -> None:
+    log.warning(
+        "the arithmetic of %s isn't counted, because it %s: predictions and choices take it for the bytes that it "
+        "reads and writes. torch.utils.flop_counter.register_flop_formula gives an operator a formula",
+        name,
+        why,
+    )
 
 
 def total(works: Iterable[Work], fused: bool) -> Work:
@@ -83,6 +114,13 @@ def _is_kernel(node: fx.Node) -> bool:
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, torch.Tensor)]
+
+
+def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
+    """Each as often as the node takes it."""
+    sources: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), sources.append)
+    return (one for source in sources for one in _tensors(source))
 
 
 def _has_size(node: fx.Node) -> bool:

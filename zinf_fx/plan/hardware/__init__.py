@@ -206,7 +206,10 @@ class Hardware:
         return replace(self, nodes=nodes, name=f"{nodes} x {self.name}" if self.nodes == 1 else self.name)
 
     def achieved(self, dtype: str) -> float:
-        """FLOP per second of one device that waits for no transfer. Raises: ConfigError for a dtype without a peak."""
+        """FLOP per second of one device that waits for no transfer; of codes of 8 bits, which descriptions don't have,
+        as many as of the fastest dtype. Raises: ConfigError for another dtype without a peak."""
+        if dtype not in self.peak and dtype.startswith(("int8", "uint8", "float8")):
+            return max(self.peak.values()) * self.achievable
         if dtype not in self.peak:
             raise ConfigError(f"{self.name} has no peak for {dtype}; it has: {', '.join(self.peak)}")
         return self.peak[dtype] * self.achievable
