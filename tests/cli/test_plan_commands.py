@@ -221,19 +221,22 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
             MADE[key] = plan_model(model, inputs, *arguments, **options)
         return MADE[key]
 
-    for module in ("zinf_fx.cli.planning", "zinf_fx.cli.export_plan"):
-        monkeypatch.setattr(f"{module}.plan_model", shared)
+    monkeypatch.setattr("zinf_fx.cli.planning.plan_model", shared)
 
 
-@pytest.mark.parametrize("command", ["show-schedule", "simulate"])
-def test_activations_are_chosen_for_the_hardware_that_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
+@pytest.mark.parametrize("command", ["show-schedule", "simulate", "export-plan"])
+@pytest.mark.parametrize("options", [[], ["--activations", "auto"]])
+def test_choices_are_weighed_for_the_hardware_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, command: str, options: list[str]
 ):
+    """How many of the optimizer's chunks there is room for, say: the same by every command."""
+
     def planned_for(*target: object, hardware: hardware.Hardware | None, **options: object) -> None:
         raise PlanError(f"planned for {hardware and hardware.name}")
 
     monkeypatch.setattr("zinf_fx.cli.planning.plan_model", planned_for)
-    assert main([command, TARGET, "--placement", "host", "--activations", "auto", "--hardware", "a100"]) == 2
+    options = [*options, *(["-o", str(tmp_path / "plan.json")] if command == "export-plan" else [])]
+    assert main([command, TARGET, "--placement", "host", *options, "--hardware", "a100"]) == 2
     assert f"planned for {hardware.load('a100').name}" in capsys.readouterr().err
 
 

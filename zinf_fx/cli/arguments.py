@@ -91,8 +91,8 @@ def _show_schedule(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help=f"what --placement auto decides for (default: this machine, at nominal rates), and whose times chrome and "
-        f"html show (default: {DEFAULT_HARDWARE}): {_accepted_hardware()}",
+        help=f"what --placement auto decides for, and what other choices are weighed for (default: this machine, at "
+        f"nominal rates), and whose times chrome and html show (default: {DEFAULT_HARDWARE}): {_accepted_hardware()}",
     )
     parser.add_argument("--ascii", action="store_true", help="charts without block characters, as outside terminals")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="short for --format json")
@@ -114,8 +114,8 @@ def _export_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help="what --placement auto decides for, and --activations auto weighs with: "
-        f"{', '.join(hardware.names())}, or a file NAME.toml",
+        help="what --placement auto decides for, and what other choices are weighed for (default: this machine): "
+        f"{_accepted_hardware()}",
     )
     _add_planning(parser)
 

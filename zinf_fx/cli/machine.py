@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from zinf_fx.config import Config
@@ -10,6 +12,15 @@ from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.runtime.disk.scratch import make_default
+
+
+def described(name: str) -> Callable[[], Hardware]:
+    """What gives a description by name: one that is read now, so that a wrong name is refused before anything is done,
+    or this machine's, which is measured once it is asked for. Raises: ConfigError for a name of none."""
+    if name == THIS_MACHINE:
+        return cache(lambda: hardware_of(name))
+    found = hardware_of(name)
+    return lambda: found
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,25 +28,45 @@ def fields_of(options: argparse.Namespace) -> dict[str, object]:
 def plans_of_target(
     options: argparse.Namespace, timed: bool = False, hardware: Callable[[], Hardware] | None = None
 ) -> Planning:
-    """The plans of a TARGET: from a plan file, or made of what a factory returns. Raises: ZinfError.
+    """The plans of a TARGET: from a plan file, or as `plans_of_model` makes them. Raises: ZinfError."""
+    if not is_plan_file(options.target):
+        return plans_of_model(options, timed, hardware)
+    others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None, "master_dtype": None}
+    if given := [*fields_of(options), *(name for name, default in others.items() if getattr(options, name) != default)]:
+        named = ", ".join(given)
+        raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
+    return Planning([load_plan(options.target)])
+
+
+def plans_of_model(
+    options: argparse.Namespace, timed: bool = False, hardware: Callable[[], Hardware] | None = None
+) -> Planning:
+    """The plans of what a TARGET's factory returns. Raises: ZinfError.
 
     Args:
         timed: with the seconds of their operators, for which these have to be at hand, on this machine.
-        hardware: describes what "auto" decides for; default this machine.
+        hardware: describes what "auto" decides for, and what choices are weighed for; default this machine.
     """
     fields = fields_of(options)
-    requested = Config.of(None, fields)  # bad options are refused before a model is built
-    if is_plan_file(options.target):
-        others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None, "master_dtype": None}
-        if given := [*fields, *(name for name, default in others.items() if getattr(options, name) != default)]:
-            named = ", ".join(given)
-            raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
-        return Planning([load_plan(options.target)])
+    Config.of(None, fields)  # bad options are refused before a model is built
     built = build(options.target)
-    decides = "auto" in (requested.placement, requested.micro_batches, requested.activations)
-    described = hardware() if decides and hardware is not None else None
     with planning_target(options) as ranks:
-        return plan_model(*built, timed=timed, hardware=described, **ranks, **fields)
+        return plan_model(*built, timed=timed, hardware=hardware and hardware(), **ranks, **fields)
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Raises: ConfigError when the file to write is one that the command reads, or can't be written, before anything is
+    planned for it."""
+    output = Path(options.output)
+    for read in (options.target, options.target.rpartition(":")[0], options.hardware):
+        if read and output.exists() and Path(read).exists() and output.samefile(read):
+            raise ConfigError(f"output={options.output} is the file that {options.command} reads: write to another one")
+    if not output.parent.is_dir():
+        raise ConfigError(f"output={options.output} can't be written: there is no directory {output.parent}")
+    if output.is_dir():
+        raise ConfigError(f"output={options.output} is a directory: give the name of a file in it")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError(f"output={options.output} can't be written: permission is denied")
 
 
 def is_plan_file(target: str) -> bool:

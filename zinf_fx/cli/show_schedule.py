@@ -6,12 +6,11 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 from zinf_fx.cli.arguments import DEFAULT_HARDWARE
-from zinf_fx.cli.machine import hardware_of
-from zinf_fx.cli.planning import plans_of_target
+from zinf_fx.cli.machine import described
+from zinf_fx.cli.planning import check_output, plans_of_target
 from zinf_fx.config import shortened
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.explain import Planning
@@ -35,7 +34,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"operators={options.operators!r} is for {' and '.join(_IN_PARTS)}: {options.format} shows all"
         )
-    hardware = cache(lambda: hardware_of(options.hardware or DEFAULT_HARDWARE))
+    if options.output is not None:
+        check_output(options)
+    hardware = described(options.hardware or DEFAULT_HARDWARE)
     target = plans_of_target(options, hardware=hardware if options.hardware else None)
     if operators is not None:
         _check_any(options.operators, operators, target.plans)
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(
-    options: argparse.Namespace, target: Planning, operators: range | None, described: Callable[[], Hardware]
+    options: argparse.Namespace, target: Planning, operators: range | None, hardware: Callable[[], Hardware]
 ) -> str:
     if options.format == "json":
         return to_json(target.plans, target.decision, target.divisions) + "\n"
@@ -62,11 +63,11 @@ def _text(
     plan = target.only(f"--format {options.format}")
     if options.format == "dot":
         return to_dot(plan, operators)
-    hardware = described().with_ranks(plan.world_size)
-    simulation = simulate_plan(plan, hardware)
+    machine = hardware().with_ranks(plan.world_size)
+    simulation = simulate_plan(plan, machine)
     if options.format == "chrome":
-        return to_chrome(planned_process(plan, simulation, hardware)) + "\n"
-    return to_html(plan, simulation, hardware, f"Plan of {Path(options.target).name}")
+        return to_chrome(planned_process(plan, simulation, machine)) + "\n"
+    return to_html(plan, simulation, machine, f"Plan of {Path(options.target).name}")
 
 
 def _operators(text: str | None) -> range | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from functools import cache
 
 from zinf_fx.cli.arguments import saving_of
-from zinf_fx.cli.machine import hardware_of
+from zinf_fx.cli.machine import described
 from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
 from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
+from zinf_fx.plan.placement.fit import Fit, fit_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import checkpoint_sizes, checkpoints
 from zinf_fx.plan.show.saving import checkpoints_text
@@ -21,6 +21,7 @@ from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import decided_by_launches
 from zinf_fx.plan.simulation.simulate import Simulation, Stall, simulate_plan
 from zinf_fx.plan.simulation.timeline import slices
+from zinf_fx.sizes import in_words
 from zinf_fx.tables import table
 
 _STALLS = 5
@@ -30,30 +31,31 @@ _LARGEST_SWEEP = 64
 def run(options: argparse.Namespace) -> None:
     """Print what a simulated step does. Raises: ZinfError for whatever of the input can't be used."""
     batches = _batches(options.sweep)
-    described = cache(lambda: hardware_of(options.hardware))
+    accumulate, every = parse_count(options.accumulate, "accumulate"), saving_of(options)
+    machine = described(options.hardware)
     # What is measured holds for the batch that it was measured with.
     timed = options.hardware == THIS_MACHINE and batches is None
-    planned = plans_of_target(options, timed, described)
+    planned = plans_of_target(options, timed, machine)
     plan = planned.only("a simulation")
-    hardware = described().with_ranks(plan.world_size)
-    accumulate = parse_count(options.accumulate, "accumulate")
+    hardware = machine().with_ranks(plan.world_size)
     how = {"in_turn": options.no_overlap, "overlap": options.overlap}
     how |= {"accumulate": accumulate, "in_backward": options.in_backward}
     if batches is not None:
-        found = {batch: simulate_plan(with_batch(plan, batch), hardware, **how) for batch in batches}
-        text = json.dumps([{"batch": b} | _data(p) for b, p in found.items()]) if options.json else _sweep_table(found)
+        plans = {batch: with_batch(plan, batch) for batch in batches}
+        found = {b: (simulate_plan(one, hardware, **how), fit_of(one, hardware)) for b, one in plans.items()}
+        text = json.dumps([{"batch": b} | _data(*p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(planned, plan, hardware, accumulate)}\n\n{text}")
         return
     simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
-    saves = checkpoints(checkpoint_sizes(plan), hardware, **saving_of(options))
+    saves, fit = checkpoints(checkpoint_sizes(plan), hardware, **every), fit_of(plan, hardware)
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
         decision |= {"divisions": [*map(asdict, planned.divisions)]} if planned.divisions else {}
         timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
-        print(json.dumps(_data(simulation) | decision | {"saves": asdict(saves)} | timeline))
+        print(json.dumps(_data(simulation, fit) | decision | {"saves": asdict(saves)} | timeline))
     else:
         launches = 0 if planned.seconds else decided_by_launches(plan, hardware)
-        parts = [_title(planned, plan, hardware, accumulate), _report(simulation, launches)]
+        parts = [_title(planned, plan, hardware, accumulate), _report(simulation, launches), _memories(fit)]
         parts += [checkpoints_text(saves)] if saves.of_one.states else []
         print("\n\n".join(parts))
 
@@ -109,23 +111,41 @@ def _report(simulation: Simulation, launches: int) -> str:
     return "\n".join(lines)
 
 
+def _memories(fit: Fit) -> str:
+    rows = [
+        [
+            tier if tier != "device" or "host" in fit.memories else "device and host",
+            in_words(one.needed),
+            in_words(one.values) if one.values else "",
+            in_words(one.capacity),
+            "yes" if one.fits else f"no: {in_words(one.needed - one.capacity)} too much",
+        ]
+        for tier, one in fit.memories.items()
+    ]
+    fits = "It fits" if fit.refused is None else f"It doesn't fit: {fit.refused}"
+    return f"{fits}.\n\n{table(rows, ['memory of a rank', 'needed', 'values computed with', 'there is', 'fits'])}"
+
+
 def _longest_first(simulation: Simulation) -> list[Stall]:
     return sorted(simulation.stalls(), key=lambda stall: -stall.seconds)
 
 
-def _sweep_table(found: dict[int, Simulation]) -> str:
+def _sweep_table(found: dict[int, tuple[Simulation, Fit]]) -> str:
     rows = []
-    for batch, one in found.items():
+    for batch, (one, fit) in found.items():
         waited, seconds = max(one.stalled.items(), key=lambda item: item[1])
         most = f"{waited} ({seconds / one.seconds:.0%})" if seconds else "nothing"
         busy = [f"{share:.0%}" for share in one.utilisation.values()]
         rows.append([batch, f"{one.seconds:.4g}", f"{one.flops_per_second / 1e12:.4g}", *busy, most])
-    names = next(iter(found.values())).utilisation
-    return table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for"])
+        rows[-1].append(", ".join(f"not {tier}" for tier, one in fit.memories.items() if not one.fits) or "yes")
+    names = next(iter(found.values()))[0].utilisation
+    return table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for", "fits"])
 
 
-def _data(simulation: Simulation) -> dict[str, object]:
+def _data(simulation: Simulation, fit: Fit) -> dict[str, object]:
     return {
+        "fits": fit.refused is None,
+        "memory": {tier: asdict(one) | {"fits": one.fits} for tier, one in fit.memories.items()},
         "seconds": simulation.seconds,
         "flops": simulation.flops,
         "flops_per_second": simulation.flops_per_second,

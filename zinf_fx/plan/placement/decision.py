@@ -230,6 +230,13 @@ def needed_by(plan: Plan, there: Rooms) -> dict[Tier, int]:
     return {"device": device, "host": host, "nvme": living_on("nvme", plan.tiles, plan.stage).total}
 
 
+def needed_with_values(plan: Plan, there: Rooms) -> tuple[int, dict[Tier, int]]:
+    """The values that an operator computes with at most, and what a rank needs of each memory with these."""
+    values = max((operator.values for graph in plan.graphs for operator in graph.operators), default=0)
+    needed = needed_by(plan, there)
+    return values, {**needed, "device": needed["device"] + values}
+
+
 def exceeding(needed: Mapping[Tier, int], there: Rooms) -> tuple[Tier, str] | None:
     """The first memory that is too small, and the reason in words; None: all are large enough."""
     for tier, nbytes in needed.items():

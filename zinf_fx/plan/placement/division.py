@@ -14,7 +14,7 @@ from typing import Literal
 
 from zinf_fx.errors import BudgetError, ConfigError, ZinfError
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.placement.decision import exceeding, needed_by
+from zinf_fx.plan.placement.decision import exceeding, needed_with_values
 from zinf_fx.plan.placement.placing import Rooms, capacities
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
@@ -154,9 +154,7 @@ def _considered(
         plan = plan_with(count, group)
     except (BudgetError, ConfigError) as error:
         return Divided(count, group, refused=str(error).splitlines()[0]), None
-    values = max((operator.values for graph in plan.graphs for operator in graph.operators), default=0)
-    needed = needed_by(plan, there)
-    needed["device"] += values
+    values, needed = needed_with_values(plan, there)
     one = Divided(count, group, plan.kept, values, **needed)
     if (found := exceeding(needed, there)) is not None:
         return replace(one, refused=found[1]), None
