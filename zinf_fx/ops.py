@@ -25,6 +25,7 @@ by mistake. Of a `mm` and a `dequantize`, they make a `quantised_mm`, which has 
 | micro_batch | a part of what holds a batch; only until the graph of one micro-batch is repeated for all of them | |
 | join | what all micro-batches computed, of what one computes; only until then | |
 | random_state, set_random_state | what a device's generator draws from next | |
+| snapshot | what an input that the graph writes to was; only until the graph is divided into forward and backward | |
 
 An activation that left comes back in backward as any tile does.
 `start` is the tile's first element in its parameter, when that has several tiles, and of a `member`, the parameter's
@@ -68,6 +69,7 @@ _library.define("micro_batch(Tensor batch, int dim, int count) -> Tensor")
 _library.define("join(Tensor value, str how, int count, int dim=0) -> Tensor")
 _library.define("random_state(Device device) -> Tensor")
 _library.define("set_random_state(Tensor state, Device device) -> ()")
+_library.define("snapshot(Tensor value) -> Tensor")
 
 gather = torch.ops.zinf.gather.default
 pack = torch.ops.zinf.pack.default
@@ -89,6 +91,7 @@ micro_batch = torch.ops.zinf.micro_batch.default
 join = torch.ops.zinf.join.default
 random_state = torch.ops.zinf.random_state.default
 set_random_state = torch.ops.zinf.set_random_state.default
+snapshot = torch.ops.zinf.snapshot.default
 
 TRANSFERS = (fetch, upload, allgather)
 # What the runtime does without computing: it knows a pack by its parameters, and draws from the generator itself.
@@ -110,8 +113,9 @@ KINDS = {op: op._schema.name.removeprefix("zinf::") for op in LOWERED}
 # Node metadata: the event of the schedule that a lowered node is.
 EVENT = "zinf_event"
 
-for _op in (*LOWERED, random_state, set_random_state):
-    # FX removes a node without users unless it is known to have an effect.
+for _op in (*LOWERED, random_state, set_random_state, snapshot):
+    # FX removes a node without users unless it is known to have an effect. The users of a snapshot may all be in
+    # backward, and the partitioner asks which nodes forward keeps.
     torch.fx.node.has_side_effect(_op)
 
 
@@ -197,6 +201,11 @@ def _generator(device: torch.device) -> torch.Generator:
 def _join_constants(value: torch.Tensor, how: str, count: int, dim: int = 0) -> torch.Tensor:
     """Of a constant, which capture computes with; a graph has no other that is run."""
     return torch.cat([value] * count, dim) if how == "cat" else value.clone()
+
+
+@torch.library.impl("zinf::snapshot", "CompositeExplicitAutograd", lib=_library)
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
 
 
 @torch.library.impl("zinf::random_state", "CompositeExplicitAutograd", lib=_library)

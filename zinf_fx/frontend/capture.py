@@ -22,7 +22,7 @@ from zinf_fx.frontend.agreement import Agreement
 from zinf_fx.frontend.each_placement import placed, placement_of_all
 from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
-from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes
+from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes, written_behind
 from zinf_fx.frontend.local_inputs import taking_local, traced
 from zinf_fx.frontend.micro_batches import hold_sizes, of_one_micro_batch
 from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
@@ -35,6 +35,7 @@ from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
 from zinf_fx.passes.ir.rewriting import copied, copied_module
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
+from zinf_fx.passes.lowering.written_inputs import snapshot_written_inputs
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
 from zinf_fx.plan.memory.use import peak_host_bytes
 from zinf_fx.plan.plan import Plan
@@ -206,6 +207,7 @@ class Capture:
             else:
                 joint_inputs, arguments = training
                 context = self._of_joint(graph, context, arguments["num_fwd_outputs"])
+                snapshot_written_inputs(graph, written_behind(graph))
                 plan = follow_training if given else plan_training
 
                 def kept() -> int:

@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
     GradAOTOutput,
+    InputMutationAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
@@ -73,6 +74,17 @@ def origin_of(descriptor: AOTInput | AOTOutput | None) -> Origin | None:
     if isinstance(descriptor, GradAOTOutput):
         return origin_of(descriptor.grad_of)
     return Origin(descriptor.idx) if isinstance(descriptor, PlainAOTInput) else None
+
+
+def written_behind(graph: fx.Graph) -> set[str]:
+    """The names of the inputs of AOTAutograd's graph to which the caller copies results of it."""
+    written = [one.mutated_input for one in _descriptors_of(graph) if isinstance(one, InputMutationAOTOutput)]
+    return {node.name for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in written}
+
+
+def _descriptors_of(graph: fx.Graph) -> Sequence[AOTOutput | None]:
+    """AOTAutograd's own descriptions of a graph's results."""
+    return graph.output_node().meta["desc"]
 
 
 def roles_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[str, str]:

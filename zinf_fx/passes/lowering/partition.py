@@ -13,6 +13,7 @@ from zinf_fx.passes.ir.collectives import is_collective
 from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.passes.ir.rewriting import without_code
 from zinf_fx.passes.ir.tile_values import tile_values
+from zinf_fx.passes.lowering.written_inputs import place_snapshots
 
 
 def partition(
@@ -23,6 +24,7 @@ def partition(
     forward, backward = map(without_code, min_cut_rematerialization_partition(joint, joint_inputs, **arguments))
     output = forward.graph.output_node()
     saved = set(output.args[0][arguments["num_fwd_outputs"] :])
+    place_snapshots(forward.graph, [node for node in saved if isinstance(node, fx.Node)])
     for node in filter(is_collective, saved):
         raise PlanError(
             f"partition would save {node.format_node()} for backward, which is still under way; what waits for it must "
