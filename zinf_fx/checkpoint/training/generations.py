@@ -23,6 +23,7 @@ from zinf_fx.checkpoint.training.layout import SavedRun
 from zinf_fx.checkpoint.training.manifest import SavedFile, SavedPiece
 from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
+from zinf_fx.runtime.disk.data_file import DataFile
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -92,7 +93,7 @@ class KeptInStore:
         device = self._directory.stat().st_dev
         if any(volume.device != device for volume in tiers.store.volumes):
             return "the store is on another file system"
-        return None
+        return next((_without_name(file) for file in tiers.store.files if file.in_use and not file.has_name), None)
 
     def _keep_in(
         self, tiers: Tiers, runs: Sequence[SavedRun], unwritten: Collection[int], replaced: Collection[Path]
@@ -125,13 +126,13 @@ class KeptInStore:
             try:
                 generation.link(file, path, content, self._files.link)
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in _NO_LINKS and linked.has_name:
                     raise
                 for done in files:
                     self._files.remove(self._directory / done.path)
                 self._generations.remove((tiers, generation))
                 tiers.release_generations()
-                return f"its files can't be linked ({error.strerror})"
+                return f"its files can't be linked ({error.strerror})" if linked.has_name else _without_name(linked)
             self._files.sync_data(linked.descriptor)
             files.append(SavedFile(path.name, linked.size, of_store=True))
         self.pieces += kept.pieces
@@ -139,6 +140,17 @@ class KeptInStore:
         self.others += kept.others
         self.files += files
         return None
+
+
+def _without_name(file: DataFile) -> str:
+    """Why what is in a file is copied that somebody has removed. The job has it open, and loses nothing."""
+    log.warning(
+        "the store's file %s was removed while its job runs, perhaps by a cleaner of temporary files: training goes on, "
+        "and checkpoints are copied. Keep cleaners away from %s, or begin the next job in another store",
+        file.path,
+        file.path.parent.parent,
+    )
+    return f"the store's file {file.path} was removed by somebody else"
 
 
 class _Kept:

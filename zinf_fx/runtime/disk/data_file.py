@@ -55,7 +55,7 @@ class DataFile(abc.ABC):
 
     @property
     def has_name(self) -> bool:
-        """Whether the file still is in its scratch directory: somebody may have removed that meanwhile."""
+        """Whether the file, which is open, still is in its scratch directory: somebody may have removed that."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
         except (FileNotFoundError, NotADirectoryError):

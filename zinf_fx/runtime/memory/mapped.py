@@ -34,6 +34,13 @@ _FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ \d+ +(/.*\.sa
 _NUMBER = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 
 
+_HINTS = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.ENOENT: "the store's directory was removed while the job runs: make it anew, and keep cleaners away from it",
+}
+
+
 class MappedFiles:
     """Lets go of what the mappings of checkpoints hold, and those of files that were made here, whenever this process
     has so much more of files in memory."""
@@ -77,7 +84,7 @@ def memory_of_file(directory: Path, nbytes: int) -> mmap.mmap:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
-        hint = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no file to map"
+        hint = _HINTS.get(error.errno, "no file to map")
         raise StoreError("map", directory, hint, length=nbytes, errno=error.errno) from error
 
 
