@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,11 +90,94 @@ def test_gradients_of_some_tensors_only(pair: tuple[Net, Net]) -> None:
         run(batch).backward(inputs=[net.layers[1].weight])
     assert [p.grad is None for p in model.parameters()].count(False) == 1
     assert_same_gradients(model, plain)
-    with pytest.raises(
-        StoredTensorError, match=r"torch\.autograd\.grad can't return the gradient of a stored parameter"
+
+
+class TwoLosses(nn.Module):
+    """What multi-task training takes gradients of by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return self.left(x).square().mean(), self.right(x.sin()).sum()
+
+
+def projected(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[Tensor]:
+    """A step with gradients of each loss, less what contradicts the other's (PCGrad). Returns the gradients."""
+    losses = run(batch)
+    parameters = list(model.trunk.parameters())
+    grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    sum(losses).backward()
+    for parameter, one, other in zip(parameters, *grads, strict=True):
+        overlap = (one * other).sum().clamp(max=0)
+        parameter.grad = one + other - overlap * other / other.square().sum()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [value for several in grads for value in several]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement": "nvme"},
+        {"placement": "host"},
+        {"placement": "device"},
+        {"placement": "infinity-nvme", "pack": None, "activations": "recompute"},
+    ],
+    ids=["nvme", "host", "device", "unpacked and recomputed"],
+)
+def test_gradients_that_are_returned(tmp_path: Path, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    plain = TwoLosses()
+    model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **options)
+    found = []
+    for net, run, kind in (
+        (plain, plain, torch.optim.AdamW),
+        (model, torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW),
     ):
-        torch.autograd.grad(call(batch), [model.layers[0].weight])
+        optimizer = kind(net.parameters(), lr=0.1, fused=True)
+        torch.manual_seed(1)
+        found.append([gradient for _ in range(3) for gradient in projected(net, run, optimizer, x())])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert torch.equal(getattr(ours, "full_tensor", lambda ours=ours: ours)(), theirs)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+
+
+def test_gradients_that_are_returned_leave_those_that_are_there(pair: tuple[Net, Net]) -> None:
+    """Also with an optimizer that steps in backward, which is not to take them, and after an error."""
+    plain, model = pair
+    call = torch.compile(model, backend="zinf")
+    batch = x()
+    for net, run in ((plain, plain), (model, call)):
+        run(batch).backward()
+        torch.autograd.grad(run(batch), [net.layers[0].weight, net.scale])
     assert_same_gradients(model, plain)
+    model.zero_grad()
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=0.1, step_in_backward=True)
+    before = model.scale.full_tensor()
+    found = torch.autograd.grad(call(batch), [model.layers[0].weight, model.scale])
+    expected = torch.autograd.grad(plain(batch), [plain.layers[0].weight, plain.scale])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+    assert torch.equal(model.scale.full_tensor(), before) and model.scale.grad is None
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_second_derivatives_of_compiled_code_are_refused(pair: tuple[Net, Net], how: str, views: bool) -> None:
+    _, model = pair
+    model.hook = (lambda x: x.view(-1).view(x.shape)) if views else None
+    loss = torch.compile(model, backend="zinf")(x())
+    with pytest.raises(StoredTensorError, match=r"create_graph=True asks for .* uncompiled"):
+        if how == "backward":
+            loss.backward(create_graph=True)
+        else:
+            torch.autograd.grad(loss, [model.scale], create_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_gradients_that_the_user_set_are_added_to(pair: tuple[Net, Net]) -> None:

@@ -15,7 +15,7 @@ from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
-from zinf_fx.errors import OptimizerError, RanksError
+from zinf_fx.errors import OptimizerError, RanksError, StoredTensorError
 from zinf_fx.runtime.gradients import accumulate, leaving
 
 SOON = 20.0
@@ -132,6 +132,29 @@ def test_gradients_of_one_rank_are_reduced_once_and_never_lost():
         # Eager autograd had added the bias's gradient of the pass that failed.
         expected |= {how: [3.0, 3.0 if how == "eager" else 2.0] for how in AFTER_ERRORS}
         assert found == {f"{p}, {name}": value for p in ("dp", "zero-2") for name, value in expected.items()}
+
+
+def second_derivatives(rank: int) -> list[str]:
+    """What ranks that train together are told of gradients that they can't have."""
+    model = zinf_fx.offload(nn.Linear(64, 64), placement="zero-2", collective_timeout=SOON)
+    said = []
+    inputs = torch.ones(2, 64)
+    for attempt in (
+        lambda: model(inputs).square().sum().backward(create_graph=True),
+        lambda: torch.autograd.grad(torch.compile(model, backend="zinf")(inputs).sum(), list(model.parameters())),
+    ):
+        with pytest.raises(StoredTensorError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(inputs).sum().backward()
+    assert model.bias.grad.full_tensor().unique().tolist() == [2.0]
+    return said
+
+
+def test_gradients_with_graphs_and_returned_ones_are_refused():
+    for recorded, returned in on_ranks(2, second_derivatives):
+        assert "2 ranks reduce it" in recorded and "where 2 ranks train it" in returned
 
 
 def values(rank: int) -> dict[str, object]:

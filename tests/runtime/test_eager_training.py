@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
 from zinf_fx import StoredTensor
+from zinf_fx.errors import StoredTensorError
 
 
 class Transformer(nn.Module):
@@ -201,6 +202,40 @@ def test_gradients_of_gradients(tmp_path, tier: str):
         (gradient,) = torch.autograd.grad(loss, model[0].weight, create_graph=True)
         gradient.square().sum().backward()
     check_equal(*models)
+
+
+def test_a_penalty_on_the_gradients_in_grad(tmp_path, tier: str):
+    """Which stay with their graphs, on the device, until they are cleared; later ones are added to them."""
+    penalties = []
+    for model in (models := twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), tmp_path, tier)):
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().sum().backward(create_graph=True)
+        penalty = sum(parameter.grad.square().sum() for parameter in model.parameters())
+        penalties.append(penalty.detach())
+        model.zero_grad()
+        (model(torch.zeros(2, 8)).sum() + penalty).backward()
+    assert torch.equal(*penalties)
+    check_equal(*models)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, zinf_fx.optim.AdamW])
+def test_a_step_with_gradients_that_have_graphs(tmp_path, tier: str, kind: type[torch.optim.Optimizer]):
+    for model in (models := twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), tmp_path, tier)):
+        optimizer = (kind if model is models[1] else torch.optim.AdamW)(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().sum().backward(create_graph=True)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    check_equal(*models)
+
+
+def test_gradients_with_graphs_are_refused_where_they_are_consumed(tmp_path, tier: str):
+    _, model = twins(lambda: nn.Linear(8, 8), tmp_path, tier)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), step_in_backward=True)
+    with pytest.raises(StoredTensorError, match=r"create_graph=True.*an optimizer steps in backward"):
+        model(torch.ones(2, 8)).square().sum().backward(create_graph=True)
+    assert not optimizer.state
 
 
 def test_backward_twice_over_one_graph(tmp_path, tier: str):

@@ -45,6 +45,7 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Program
 from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region, what_computes
+from zinf_fx.runtime.gradients.leaf import refuse_second_derivatives
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -94,6 +95,7 @@ class Capture:
         self.holds_sizes = self._module is not module
         self._together = Agreement(self.config, groups, self._inputs)
         self._contexts: dict[str, GraphContext] = {}
+        self._gradients: Mapping[int, str] = {}  # of backward, by position: the token of each parameter
         self._rates = rates
         self._compiles = True
         self._asked: _Asked = {}  # that the plan was made with
@@ -147,10 +149,14 @@ class Capture:
                 self._reserve(arguments)
                 self._together.check_first(arguments)
                 first = False
-            for argument in arguments:
-                if isinstance(argument, StoredTensor) and not argument.expects_gradient:
+            stored = [argument for argument in arguments if isinstance(argument, StoredTensor)]
+            for argument in stored:
+                if not argument.expects_gradient:
                     argument.expect_gradient()
-            return compiled(*arguments)
+            results = compiled(*arguments)
+            if torch.is_grad_enabled() and stored:
+                refuse_second_derivatives(results)
+            return results
 
         return call
 
@@ -207,6 +213,7 @@ class Capture:
             else:
                 joint_inputs, arguments = training
                 context = self._of_joint(graph, context, arguments["num_fwd_outputs"])
+                self._gradients = context.gradients
                 snapshot_written_inputs(graph, written_behind(graph))
                 plan = follow_training if given else plan_training
 
@@ -321,7 +328,9 @@ class Capture:
         left_alone = self._left_alone(module, context)
         regions = self._regions(module.graph, context) if self.config.compute == "inductor" else {}
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
-        program = Program(module, self.plan, kind, tokens, operators, self._together.tensor_ranks, left_alone, regions)
+        gradients = self._gradients if kind == "backward" else {}
+        ranks = self._together.tensor_ranks
+        program = Program(module, self.plan, kind, tokens, operators, ranks, left_alone, regions, gradients)
 
         # A caller that compiles its whole training step must not trace into the runtime.
         run = torch.compiler.disable(lambda arguments: program(arguments))

@@ -85,11 +85,13 @@ class Program(Stage):
         tensor_ranks: Ranks = ALONE,
         left_alone: Mapping[int, int] = MappingProxyType({}),
         regions: Mapping[str, CompiledRegion] = MappingProxyType({}),
+        gradients: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
         which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed, and
         the positions that these have among the results of backward. `regions`: by the names of the nodes that stand
-        for several operations, what computes them."""
+        for several operations, what computes them. `gradients`: of backward, by position among the results, the token
+        of the parameter whose gradient it is."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -102,6 +104,7 @@ class Program(Stage):
             placeholders.index(token) if tile in used and token in placeholders else None
             for tile, token in enumerate(tokens)
         ]
+        self._gradients = {position: placeholders.index(token) for position, token in gradients.items()}
         packs = module.graph.find_nodes(op="call_function", target=ops.pack)
         self._packed = {
             tokens.index(pack.name): [placeholders.index(token.name) for token in pack.args[0]] for pack in packs
@@ -147,13 +150,14 @@ class Program(Stage):
         if self.schedule.kind == "forward":
             for storage in followed:
                 storage.gradient.backwards_due += 1
+        tokens = {position: arguments[number] for position, number in self._gradients.items()}
         arguments.reverse()
         try:
             run.await_writes()
             if not self._order.is_common(storages, EXECUTOR.staging, run.gradients, self.successor is not None):
                 self._successor = None  # this run starts nothing for it
                 EXECUTOR.drop_anticipated()
-            results = self._module(run, arguments)
+            results = run.with_returned(self._module(run, arguments), tokens)
         except BaseException as error:
             run.abort(error)
             if self.schedule.kind == "forward":  # no backward pass comes of it
@@ -300,6 +304,15 @@ class Run:
             self.gradients.end()
         for tile, nbytes in self._program.gathered:
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
+
+    def with_returned(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
+        """The results of the graph, with gradients that torch.autograd.grad() is to return. `tokens`: by position among
+        the results, that of the parameter whose gradient it is."""
+        returned = {} if self._gradients is None else self._gradients.returned()
+        if not returned:
+            return results
+        found = {position: returned[id(token)] for position, token in tokens.items() if id(token) in returned}
+        return tuple(found.get(position, one) for position, one in enumerate(results))
 
     def await_writes(self) -> None:
         """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no

@@ -6,7 +6,10 @@ the tensor weakly.
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -18,23 +21,46 @@ Leaf = tuple[StoredTensor, AccumulateGrad]
 """A stored parameter as an input of a compiled graph, and the node that accumulates its gradient."""
 
 
-def accumulates(leaf: Leaf) -> bool:
-    """Whether the backward pass under way is to add to the parameter's `.grad`: `backward(inputs=...)` is for some
-    tensors only.
+class Due(Enum):
+    """What the backward pass under way is to do with the gradient of a leaf."""
 
-    Raises: StoredTensorError when `torch.autograd.grad` is to return the gradient.
-    """
+    NOTHING = "`backward(inputs=...)` is for some tensors only"
+    ADDED = "it goes to the parameter's `.grad`"
+    RETURNED = "torch.autograd.grad() returns it"
+
+
+def due_to(leaf: Leaf) -> Due:
+    """What becomes of the gradient of a leaf."""
     parameter, node = leaf
     if not parameter.requires_grad:
-        return False
+        return Due.NOTHING
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
+        return Due.ADDED if torch._C._will_engine_execute_node(node) else Due.NOTHING
+    except RuntimeError:  # of a leaf whose gradient is taken on its way to the node
+        return Due.RETURNED
+
+
+def refuse_second_derivatives(results: object) -> None:
+    """Let a backward pass through a compiled graph with these results raise StoredTensorError when autograd is to
+    record it: the gradients that leave for their tier would have no graph."""
+    nodes = {_compiled_node(one.grad_fn) for one in tree_leaves(results) if isinstance(one, torch.Tensor)}
+    for node in nodes - {None}:
+        node.register_prehook(_refuse_recording)
+
+
+def _compiled_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
+    """The node of a compiled graph of which a result may be a view."""
+    while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def _refuse_recording(gradients: tuple[torch.Tensor, ...]) -> None:
+    if torch.is_grad_enabled():
         raise StoredTensorError(
-            "torch.autograd.grad can't return the gradient of a stored parameter of shape "
-            f"{tuple(parameter.shape)} from compiled code: call backward() and read `.grad`, or run the model "
-            "uncompiled"
-        ) from error
+            "create_graph=True asks for gradients that can be differentiated again, which compiled code has none of: "
+            "run the model uncompiled for this loss (stored parameters work there), or leave create_graph out"
+        )
 
 
 def leaves_of_node() -> dict[int, Leaf]:

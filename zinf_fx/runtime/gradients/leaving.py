@@ -29,7 +29,7 @@ from zinf_fx.runtime.gradients.accumulate import (
     take_unreduced,
 )
 from zinf_fx.runtime.gradients.ahead import GradientsAhead, RoomsAhead
-from zinf_fx.runtime.gradients.leaf import Leaf, accumulates, leaves_of_node
+from zinf_fx.runtime.gradients.leaf import Due, Leaf, due_to, leaves_of_node
 from zinf_fx.runtime.gradients.plain import leave_copies, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
@@ -75,6 +75,8 @@ class LeavingGradients:
         self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
         self._begun: dict[int, _PartialGradient] = {}
         self._unreduced: dict[int, _PartialGradient] = {}
+        # By tokens' ids, parameters whose gradients are to be returned, and what their `grad` was: see `returned`.
+        self._returning: dict[int, tuple[StoredTensor, torch.Tensor | None]] = {}
         # What is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
@@ -164,7 +166,8 @@ class LeavingGradients:
                 state = member.gradient
                 state.backward_ended()
                 leaf = self._leaves.get(id(member.token))
-                if state.consumer is not None and not state.backwards_due and leaf is not None:
+                is_due = leaf is not None and id(member.token) not in self._returning
+                if state.consumer is not None and not state.backwards_due and is_due:
                     consumed[state.consumer].append(leaf[0])
             for consumer, parameters in consumed.items():
                 consumer.take_gradients(parameters)
@@ -172,6 +175,18 @@ class LeavingGradients:
     def end(self) -> None:
         """All have left."""
         self._ahead.close()
+
+    def returned(self) -> dict[int, torch.Tensor | None]:
+        """By tokens' ids, the gradients that torch.autograd.grad() is to return. They have come where those that are
+        added to `grad` do, and whatever was there is there again."""
+        found = {token: parameter.grad for token, (parameter, _) in self._returning.items()}
+        self._give_back_grads()
+        return found
+
+    def _give_back_grads(self) -> None:
+        for parameter, before in self._returning.values():
+            parameter.grad = before
+        self._returning = {}
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
@@ -181,6 +196,7 @@ class LeavingGradients:
                 begun.parameter.grad = None
         for begun in self._unreduced.values():
             give_back_unreduced(begun.parameter, begun.before)
+        self._give_back_grads()
         if self._uses_left:
             members = (member for storage in self._storages for member in storage.members)
             for consumer in {member.gradient.consumer for member in members} - {None}:
@@ -188,8 +204,22 @@ class LeavingGradients:
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
         """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
-        leaf = self._leaves.get(id(storage.token))
-        return leaf[0] if leaf is not None and accumulates(leaf) else None
+        token = id(storage.token)
+        leaf = self._leaves.get(token)
+        due = Due.NOTHING if leaf is None else due_to(leaf)
+        if due is Due.NOTHING:
+            return None
+        parameter, _ = leaf
+        if due is Due.RETURNED and token not in self._returning:
+            if storage.share.ranks.size > 1:
+                raise StoredTensorError(
+                    "torch.autograd.grad can't return the gradient of a stored parameter of shape "
+                    f"{tuple(parameter.shape)} from compiled code where {storage.share.ranks.size} ranks train it: "
+                    "call backward() and read `.grad`, or run the model uncompiled"
+                )
+            self._returning[token] = parameter, parameter.grad
+            parameter.grad = None
+        return parameter
 
     def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
         """As `_accumulating`, for the gradient that is here now. `name`: for errors."""
@@ -281,6 +311,8 @@ class LeavingGradients:
         tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
         state = storage.gradient
         if storage.share.ranks.size > 1 or state.consumer is None or not storage.device.in_host_memory:
+            return False
+        if id(storage.token) in self._returning:
             return False
         whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
         if not whole or left != 1 or state.backwards_due != 1 or parameter.grad is not None:

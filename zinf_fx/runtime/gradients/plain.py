@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -73,9 +74,26 @@ def is_there(parameter: StoredTensor) -> bool:
     if isinstance(gradient, StoredTensor):
         return not gradient.storage.share.unreduced
     storage = parameter.storage
+    if gradient.requires_grad:  # which create_graph=True leaves, to be differentiated again
+        _check_may_have_graph(parameter, storage)
+        return True
     if not storage.has_plain_gradient or storage.gradient.followed or type(gradient) is not torch.Tensor:
         return False
     return in_its_memory(storage, gradient)
+
+
+def _check_may_have_graph(parameter: StoredTensor, storage: TensorStorage) -> None:
+    """Raises: StoredTensorError where a gradient has to be reduced or consumed now, and can't stay with its graph."""
+    alone = storage.share.ranks.size == 1
+    if alone and storage.gradient.consumer is None:
+        return
+    why = "an optimizer steps in backward" if alone else f"{storage.share.ranks.size} ranks reduce it"
+    parameter.grad = parameter.set_aside()
+    raise StoredTensorError(
+        "backward(create_graph=True) can't leave a gradient with its graph in a stored parameter of shape "
+        f"{tuple(parameter.shape)}, as {why}: take gradients with torch.autograd.grad(..., create_graph=True), and "
+        "call backward() on what is computed of them"
+    )
 
 
 def in_its_memory(storage: TensorStorage, gradient: torch.Tensor) -> bool:
