@@ -6,8 +6,9 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -97,11 +98,37 @@ def shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+_STORE, _CACHE = "ZINF_STORE", "XDG_CACHE_HOME"
+
+
+@cache
+def _seen_in(variable: str, value: str) -> str:
+    """The working directory in which this value of a variable of the environment was first seen: what is relative in it
+    is meant from there, wherever the program goes later."""
+    return os.getcwd()
+
+
+with contextlib.suppress(FileNotFoundError):  # the directory is gone: an error says so once it is needed
+    for _variable in filter(os.environ.get, (_STORE, _CACHE)):
+        _seen_in(_variable, os.environ[_variable])
+
+
+def cache_directory() -> Path:
+    """Where this user's programs keep what they can make anew; below the root for a user without a home."""
+    if configured := os.environ.get(_CACHE):
+        return Path(_seen_in(_CACHE, configured), configured) / "zinf_fx"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path("/")
+    return Path("/", home, ".cache", "zinf_fx")
+
+
 def _default_store() -> Path | tuple[Path, ...]:
-    if configured := os.environ.get("ZINF_STORE"):
-        return _parse_store(configured.split(os.pathsep) if os.pathsep in configured else configured)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "zinf_fx"
+    if configured := os.environ.get(_STORE):
+        given = configured.split(os.pathsep) if os.pathsep in configured else configured
+        return _parse_store(given, lambda: _seen_in(_STORE, configured))
+    return cache_directory()
 
 
 @dataclass(frozen=True)
@@ -169,8 +196,8 @@ class Config(RankOptions):
 
     Attributes:
         store: directory of the NVMe tier, which must exist, or several on different devices, over which the bytes are
-            striped. None: `$ZINF_STORE` (several are separated by colons), else a folder (made on demand) in the user's
-            cache directory.
+            striped. A relative path is meant from the working directory when the options are given. None: `$ZINF_STORE`
+            (several are separated by colons), else a folder (made on demand) in the user's cache directory.
         placement: where model states live: "auto", a preset's name, or a mapping of `parameters`, `gradients`,
             `optimizer`, `activations` to "device", "host" or "nvme" (kinds left out stay on the device), and `stage` to
             that of ZeRO: 0 to 3 (default). The first three may differ from parameter to parameter: in the place of a
@@ -337,7 +364,8 @@ def option_names() -> list[str]:
     return [*Config.__annotations__, *RankOptions.__annotations__]
 
 
-def _parse_store(value: object) -> Path | tuple[Path, ...]:
+def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | tuple[Path, ...]:
+    """The directories, which are absolute from now on. `start`: that from which relative ones are meant."""
     if isinstance(value, (str, os.PathLike)):
         value = (value,)
     if not (isinstance(value, (tuple, list)) and value and all(isinstance(one, (str, os.PathLike)) for one in value)):
@@ -347,7 +375,14 @@ def _parse_store(value: object) -> Path | tuple[Path, ...]:
             f"store={list(map(str, value))} has an empty path: name each directory, such as '.' for this one"
         )
     paths = tuple(Path(os.path.expanduser(one)) for one in value)
-    if len({path.absolute() for path in paths}) < len(paths):
+    if not all(path.is_absolute() for path in paths):
+        try:
+            paths = tuple(Path(start(), path) for path in paths)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"store={list(map(str, paths))} is relative, and the working directory is gone: name it from the root"
+            ) from error
+    if len({*paths}) < len(paths):
         raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
     return paths if len(paths) > 1 else paths[0]
 

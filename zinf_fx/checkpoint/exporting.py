@@ -36,7 +36,7 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     Raises: CheckpointError on every rank, and what was there is as before; or, where the disk fails after all of the
     new weights appeared, they are there.
     """
-    export(model, Path(directory), parse_bytes(max_shard_size, "max_shard_size"))
+    export(model, Path(directory).absolute(), parse_bytes(max_shard_size, "max_shard_size"))
 
 
 def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = FILES) -> None:

@@ -42,7 +42,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     Raises: CheckpointError on every rank when the files don't fit the model, which is as before then, or when they
     can't be read to their end; StoreError.
     """
-    wrapped, model, path = model, unwrapped(model), Path(path)
+    wrapped, model, path = model, unwrapped(model), Path(path).absolute()
     tensors = tensors_of(model)
     everyone = Everyone(wrapped, tensors.values())
     with together("comparing weights with the model", *everyone.ranks):

@@ -36,6 +36,7 @@ from zinf_fx.frontend.each_placement import (
     placement_of_all,
     stored_among,
 )
+from zinf_fx.frontend.given_paths import given_in, with_absolute_paths, working_directory
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.guards import drop_implied_guards
@@ -72,7 +73,7 @@ def zinf(
             f"backend 'zinf' takes options only, found {', '.join(f'{k}={v!r}' for k, v in unknown.items())}: leave it "
             "out, or give None where a library has a value of its own (mode=None, say)"
         )
-    options = dict(options or {})
+    options = with_absolute_paths(options or {})
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
     requested = Config.of(None, options)
@@ -154,16 +155,18 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
     nothing of the code that it left to Python. Functions, and `module.compile()`, make no such wrapper."""
     if name == "_orig_mod" and isinstance(parent, OptimizedModule):
-        parent.register_forward_pre_hook(_about_to_be_called)
+        parent.register_forward_pre_hook(partial(_about_to_be_called, working_directory()))
         parent.register_forward_hook(_first_called)
 
 
-def _about_to_be_called(optimized: torch.nn.Module, arguments: Any) -> None:
+def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any) -> None:
     """Before the first call of a compiled model: check what no graph of it can tell, that rules of placement are for
-    this model. Raises: ConfigError."""
+    this model. `start`: the directory in which it was compiled. Raises: ConfigError."""
     if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
         return
-    placement = (_options_of(optimized) or {}).get("placement")
+    options = _options_of(optimized) or {}
+    given_in(start, options)
+    placement = options.get("placement")
     if isinstance(placement, (Mapping, PlacementRules)):
         check_rules(Config(placement=placement), _parameters_of(optimized._orig_mod))
     _remove(optimized._forward_pre_hooks, _about_to_be_called)
@@ -173,18 +176,18 @@ def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return by_plain_name(model, model.named_parameters())
 
 
-def _options_of(optimized: torch.nn.Module) -> dict[str, Any] | None:
+def _options_of(optimized: torch.nn.Module) -> Mapping[str, Any] | None:
     """The options of a model that this backend compiles; None: another one does."""
     callback = getattr(optimized.dynamo_ctx, "callback", None)
     backend = None if callback is None else innermost_backend(callback)
     if getattr(backend, "compiler_fn", backend) is not zinf:
         return None
-    return dict(getattr(backend, "kwargs", {}).get("options") or {})
+    return getattr(backend, "kwargs", {}).get("options") or {}
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:
     for number, hook in list(hooks.items()):
-        if hook is one:
+        if getattr(hook, "func", hook) is one:
             del hooks[number]
 
 
@@ -196,7 +199,7 @@ def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> No
         _store_the_rest(optimized._orig_mod, options)
 
 
-def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
+def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     """After the first call of a compiled model: store what no graph of it uses, as the same options say.
 
     Dynamo hands over no graph of recurrent layers, of the ninth model of a class with other shapes (its recompile
@@ -206,6 +209,7 @@ def _store_the_rest(model: torch.nn.Module, options: dict[str, Any]) -> None:
     rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
     if not rest:
         return
+    options = with_absolute_paths(options)
     plans = plans_given(options.pop("plan", None))
     config = Config.of(None, options_with(plans, options))
     if _in_ddp(config, model):

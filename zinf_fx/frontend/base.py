@@ -56,7 +56,7 @@ def attach_base(
     "nvme", for a `frozen_dtype` that the files don't have, and for parameters that are divided; StoreError for files
     that can't be read. On every rank, what fails on one fails; the model is as before then.
     """
-    model, path = unwrapped(model), Path(directory)
+    model, path = unwrapped(model), Path(directory).absolute()
     parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
     config = decided(
         Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]

@@ -52,7 +52,7 @@ def load_checkpoint(
 
 def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
     """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
-    ranks = all_ranks()
+    ranks, directory = all_ranks(), directory.absolute()
     with together(f"looking at the checkpoint in {directory}", ranks):
         content = read_manifest(directory)
         manifest = from_text(content, str(directory / MANIFEST))

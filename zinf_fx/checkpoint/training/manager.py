@@ -69,9 +69,9 @@ class CheckpointManager:
         bandwidth: float | str | None = None,
         **extra: object,
     ) -> None:
-        """`keep`: how many there are at most, besides those with names. `bandwidth`: bytes per second, such as
-        "1GB/s", that are copied behind training, at most; None: what leaves training most of its disks. `extra`: as of
-        `save_checkpoint`.
+        """`directory`: a relative one is meant from the working directory at this moment. `keep`: how many there are at
+        most, besides those with names. `bandwidth`: bytes per second, such as "1GB/s", that are copied behind training,
+        at most; None: what leaves training most of its disks. `extra`: as of `save_checkpoint`.
 
         Raises: ConfigError for numbers that can't be meant.
         """
@@ -80,7 +80,7 @@ class CheckpointManager:
                 raise ConfigError(f"{name}={value} is not accepted: give a number above 0")
         if STEP in extra:
             raise ConfigError(f"'{STEP}' is what the manager saves the number of steps as: choose another name")
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self.values: dict[str, Any] = {}
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._every_steps, self._every_minutes, self._keep = every_steps, every_minutes, keep

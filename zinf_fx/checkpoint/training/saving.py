@@ -103,7 +103,7 @@ def save(
     replaces, too, which are removed when it is there. With `behind`, returns what goes on behind training, if anything
     does: see [Note: copies behind training]. `manifests` are told of the one that is written."""
     ranks, started = all_ranks(), time.perf_counter()
-    replaced = [path.absolute() for path in (directory, *others)]
+    directory, *others = replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
         still = rooms.enter_context(ExitStack())  # in which nothing is changed
         with together("collecting what is to be saved", ranks):

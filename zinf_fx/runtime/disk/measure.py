@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from zinf_fx.config import cache_directory
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, FileTicket, PageSums
 from zinf_fx.regular_files import read_regular
@@ -79,7 +80,7 @@ class Trial:
     ) -> None:
         self.nbytes = round_up(nbytes, 2 * block)
         self.block = block
-        self._volumes = Volumes((Path(directory),), candidates(provider, False), depth, block)
+        self._volumes = Volumes((Path(directory).absolute(),), candidates(provider, False), depth, block)
         (self._volume,) = self._volumes.all
         self.path, self.engine = self._volume.path, self._volume.engine
         self.provider = self.engine.provider
@@ -200,8 +201,7 @@ class Profile:
 
 def profiles_path() -> Path:
     """The file of the profiles, in the user's cache directory."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "zinf_fx" / "io-profiles.json"
+    return cache_directory() / "io-profiles.json"
 
 
 def load_profile(directory: Path | str) -> Profile | None:

@@ -97,7 +97,7 @@ class Store:
     ) -> None:
         names = candidates(provider, strict_direct)
         several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
-        self.directories = tuple(Path(one) for one in several)
+        self.directories = tuple(Path(one).absolute() for one in several)
         if not self.directories or len({path.resolve() for path in self.directories}) < len(self.directories):
             raise ConfigError(f"store={list(map(str, self.directories))} needs one directory or several different ones")
         self.checksum = checksum

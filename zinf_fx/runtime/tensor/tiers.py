@@ -97,8 +97,7 @@ class Tiers:
     @classmethod
     def of(cls, config: Config) -> Tiers:
         """The open tiers of this configuration, or new ones."""
-        stores = tuple(path.absolute() for path in config.stores)
-        key = (stores, config.host_memory, config.checksum, config.strict_direct)
+        key = (config.stores, config.host_memory, config.checksum, config.strict_direct)
         with cls._open_lock:
             tiers = cls._open.get(key)
             if tiers is None:
