@@ -32,8 +32,9 @@ built inside that block; one line for `torch.compile` alone, with the placement 
 """
 
 LIBRARIES = (
-    "torch", "torch.distributed.checkpoint", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "trl",
-    "lightning", "timm", "torchvision", "diffusers", "huggingface_hub", "safetensors",
+    "torch", "torch.distributed.checkpoint", "transformers", "accelerate", "peft", "bitsandbytes", "torchao",
+    "schedulefree", "pytorch_optimizer", "prodigyopt", "trl", "lightning", "timm", "torchvision", "diffusers",
+    "huggingface_hub", "safetensors",
 )  # fmt: skip
 
 Results = Mapping[str, Mapping[str, object]]

@@ -168,22 +168,52 @@ def test_plain_is_bitwise_equal_to_memory(twins, case: str, placement: str, dtyp
         assert_same_states(mine.state[stored], theirs.state[value])
 
 
-class Counting(torch.optim.SGD):
-    """Keeps state in its group."""
+class Estimating(torch.optim.SGD):
+    """Keeps a sum over all gradients in its group, and steps as far as that says."""
 
     def step(self, closure=None):
         for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
+            sums = [p.grad.abs().sum().item() for p in group["params"] if p.grad is not None]
+            group["total"] = group.get("total", 0.0) + sum(sums)
         super().step(closure)
 
 
-class CountingAlone(torch.optim.SGD):
-    """Keeps state on itself."""
+class EstimatingAlone(torch.optim.SGD):
+    """Keeps it on itself."""
 
-    calls = 0
+    total = 0.0
 
     def step(self, closure=None):
-        self.calls += 1
+        self.total += sum(p.grad.abs().sum().item() for p in self.param_groups[0]["params"])
+        super().step(closure)
+
+
+class EstimatingInPlace(torch.optim.SGD):
+    """Keeps it in a list that stays the same object."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.totals = [0.0]
+
+    def step(self, closure=None):
+        self.totals[0] += sum(p.grad.abs().sum().item() for p in self.param_groups[0]["params"])
+        super().step(closure)
+
+
+class CountingParameters(torch.optim.SGD):
+    """Counts the parameters that it steps."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + len(group["params"])
+        super().step(closure)
+
+
+class Global(torch.optim.SGD):
+    """Has a state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = {"count": len(self.state)}
         super().step(closure)
 
 
@@ -208,8 +238,11 @@ REFUSED = {
     "LBFGS": (torch.optim.LBFGS, "a step over one parameter failed"),
     "SparseAdam": (torch.optim.SparseAdam, "a step over one parameter failed"),
     "Muon": (torch.optim.Muon, "a step over one parameter failed.*2D"),
-    "state in the group": (Counting, r"keeps state besides that of each parameter \(calls\)"),
-    "state of its own": (CountingAlone, r"keeps state besides that of each parameter \(calls\)"),
+    "a sum in the group": (Estimating, r"keeps state that depends on all parameters \(total\)"),
+    "a sum of its own": (EstimatingAlone, r"keeps state that depends on all parameters \(total\)"),
+    "a sum in a list": (EstimatingInPlace, r"keeps state that depends on all parameters \(totals\)"),
+    "a count of parameters": (CountingParameters, r"keeps state that depends on all parameters \(count\)"),
+    "a state of no parameter": (Global, r"its state 'calls' is of no parameter"),
     "all parameters": (Clipping, "depends on other parameters"),
     "collections": (Collecting, "'past' is a collection of tensors"),
 }
@@ -222,7 +255,7 @@ def test_what_cannot_be_streamed_is_refused_at_construction(twins, kind: type, r
         type("Streaming", (optim.Streamed, kind), {})(pair.stored)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping, Collecting])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping, Collecting, Estimating, EstimatingInPlace])
 def test_a_plain_one_is_refused_before_it_has_changed_anything(twins, kind: type):
     pair = twins(shapes=((5, 6), (7,)))
     optimizer = kind(pair.stored)
@@ -306,7 +339,7 @@ def test_what_a_class_keeps_is_found_without_memory_where_that_can_be(twins, mon
         stepped.extend((p.device.type, p.numel()) for p in optimizer.param_groups[0]["params"])
         step_without_hooks(optimizer)
 
-    monkeypatch.setattr("zinf_fx.optim.whole.step_without_hooks", noted)
+    monkeypatch.setattr("zinf_fx.optim.arithmetic.step_without_hooks", noted)
     streamed(kind)(twins(shapes=((600, 601),)).stored)
     assert {device for device, count in stepped if count == 600 * 601} == {"meta", place}
     if kind is not torch.optim.Adafactor:  # which keeps little

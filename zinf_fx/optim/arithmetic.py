@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,9 +20,10 @@ from zinf_fx.adam import SPLIT, MasterForm, StateForm
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.companions import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
 from zinf_fx.optim.forms import EIGHT_BITS, KeptAs
+from zinf_fx.optim.moving import Kept, copied, differing
 
-# What torch.optim's classes note on themselves when they have looked at their parameters for the first time.
-_CHECKED_ONCE = {"_need_device_dtype_check_for_fused"}
+# Attributes that no class of arithmetic changes in place, and that may have an entry for each parameter.
+_HANDED_ON = {"param_groups", "state", "defaults", "_state", "_groups"}
 
 Group = dict[str, Any]
 """One of an optimizer's `param_groups`: its options, and the parameters under "params"."""
@@ -33,7 +34,7 @@ State = dict[str, Any]
 
 def snapshot(group: Group) -> Group:
     """The group's options at this moment: a scheduler may change them while the step goes on."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+    return copied({k: v for k, v in group.items() if k != "params"})
 
 
 def as_groups(params: Iterable[Any]) -> list[Group]:
@@ -55,13 +56,15 @@ def skips(optimizer: Optimizer) -> bool:
 def borrow(optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]) -> Optimizer:
     """An optimizer of class `kind` over `parameters`, with everything else as `optimizer` has it at this moment.
 
-    So options, GradScaler's `grad_scale` and whatever else the class keeps on the object are in force. Its state is
-    empty. Hooks belong to `optimizer`, and this has none; run it with `step_without_hooks`, because some are of all
-    optimizers.
+    So options, GradScaler's `grad_scale` and whatever else the class keeps on the object are in force; tensors and
+    collections among them are copies. Its state is empty. Hooks belong to `optimizer`, and this has none; run it with
+    `step_without_hooks`, because some are of all optimizers.
     """
     inner = object.__new__(kind)
-    inner.__dict__.update(without_hooks(optimizer))
-    inner.param_groups = [{**group, "params": list(parameters)}]
+    attributes = without_hooks(optimizer)
+    inner.__dict__.update({name: attributes.pop(name) for name in _HANDED_ON.intersection(attributes)})
+    inner.__dict__.update(copied(attributes))
+    inner.param_groups = [{**snapshot(group), "params": list(parameters)}]
     inner.state = defaultdict(dict)
     inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return inner
@@ -251,6 +254,15 @@ class StateLayout:
         return {name: zero(name, dtype) for name, dtype in self.scalars.items()}
 
 
+def refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
+    """Why a class can't be streamed at all."""
+    return OptimizerError(
+        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters: {reason}, and only optimizers that "
+        "treat each parameter by itself can be streamed; use one of zinf_fx.optim, or placement='device', where any "
+        "optimizer of PyTorch runs"
+    )
+
+
 class NotElementwise(OptimizerError):
     """Why an optimizer class can't be run on pieces of parameters."""
 
@@ -260,48 +272,79 @@ def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torc
 
     Raises: NotElementwise when the pieces don't come out as the whole does.
     """
-    rows, columns, steps = 130, 258, 3  # classes may treat small matrices as if they were element-wise
+    # Classes may treat small matrices as if they were element-wise, and those that aren't of whole blocks.
+    rows, columns, steps = 256, 512, 3
     elements = rows * columns
-    options = {k: v for k, v in group.items() if k != "params"}
-    options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
     flat = torch.linspace(-1, 1, elements, dtype=dtype, device="cpu").exp()
-    whole = borrow(optimizer, kind, options, [flat.view(rows, columns).clone()])
-    pieces = [borrow(optimizer, kind, options, [piece.clone()]) for piece in flat.chunk(2)]
-    before = [dict(inner.__dict__) for inner in (whole, *pieces)]
+    whole = borrow_for_trial(optimizer, kind, group, [flat.view(rows, columns).clone()])
+    pieces = [borrow_for_trial(optimizer, kind, group, [piece.clone()]) for piece in flat.chunk(2)]
+    together = borrow_for_trial(optimizer, kind, group, [piece.clone() for piece in flat.chunk(2)])
     try:
         for step in range(steps):
             gradient = torch.linspace(-1, 3, elements, dtype=dtype, device="cpu").roll(5 * step)
-            for inner, part in zip((whole, *pieces), (gradient, *gradient.chunk(2)), strict=True):
-                (parameter,) = inner.param_groups[0]["params"]
-                parameter.grad = part.clone().view(parameter.shape)
-                step_without_hooks(inner)
+            parts = gradient.chunk(2)
+            given = ((whole, [gradient]), (together, parts), *((inner, [part]) for inner, part in zip(pieces, parts)))  # noqa: B905
+            for inner, gradients in given:
+                for parameter, value in zip(inner.param_groups[0]["params"], gradients, strict=True):
+                    parameter.grad = value.clone().view(parameter.shape)
+            check_moves(step_of_each([inner for inner, _ in given]), NotElementwise)
+    except OptimizerError:
+        raise
     except Exception as error:
         raise NotElementwise(f"a step over a piece of a parameter failed ({type(error).__name__}: {error})") from error
-    for inner, attributes in zip((whole, *pieces), before, strict=True):
-        if changed := kept_elsewhere(inner, options, attributes):
-            raise NotElementwise(f"it keeps state besides that of each parameter ({', '.join(changed)})")
     return _compare(whole, pieces)
 
 
-def kept_elsewhere(inner: Optimizer, options: Group, attributes: Mapping[str, Any]) -> list[str]:
-    """Names of what steps of a borrowed optimizer changed in its group, of `options`, or on itself, with `attributes`:
-    the optimizer that it was borrowed from would not know of it."""
-    left = inner.param_groups[0]
-    changed = [k for k in left if k != "params" and (k not in options or left[k] is not options[k])]
-    own = {k: v for k, v in inner.__dict__.items() if k not in _CHECKED_ONCE}
-    return changed + [k for k, v in own.items() if k not in attributes or v is not attributes[k]]
+def borrow_for_trial(
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]
+) -> Optimizer:
+    """As `borrow`, to find out what the class does: a warm-up may start from a learning rate of 0, where every class
+    looks alike, and a class that trains and evaluates in modes of its own is to train."""
+    inner = borrow(optimizer, kind, group, parameters)
+    (options,) = inner.param_groups
+    if (lr := options.get("lr")) is not None:
+        options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
+    if callable(train := getattr(inner, "train", None)):
+        train()
+    return inner
+
+
+def step_of_each(inners: Sequence[Optimizer]) -> list[Kept]:
+    """Step each of some borrowed optimizers. Returns what that changed besides parameters and states."""
+    moves = []
+    for inner in inners:
+        before = Kept.of(inner)
+        step_without_hooks(inner)
+        moves.append(Kept.of(inner).since(before))
+    return moves
+
+
+def check_moves(moves: Sequence[Kept], refused: Callable[[str], OptimizerError]) -> None:
+    """Raises: what `refused` makes of the reason, where steps over different parameters changed different things
+    besides these parameters and their states: the optimizer that was borrowed would not know what to keep."""
+    if changed := differing(moves):
+        raise refused(f"it keeps state that depends on all parameters ({', '.join(changed)})")
 
 
 def _compare(whole: Optimizer, pieces: Sequence[Optimizer]) -> StateLayout:
     (parameter,) = whole.param_groups[0]["params"]
     parts = [inner.param_groups[0]["params"][0] for inner in pieces]
     states = [inner.state[part] for inner, part in zip(pieces, parts, strict=True)]
+    for owner in whole.state:
+        if owner is not parameter:
+            raise NotElementwise(f"its state '{owner}' is of no parameter")
     if not same_values(parameter, parts):
         raise NotElementwise("its update of an element depends on other elements")
     elementwise: dict[str, torch.dtype] = {}
     scalars: dict[str, torch.dtype | None] = {}
     for name, value in whole.state[parameter].items():
         of_parts = [state.get(name) for state in states]
+        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise refusal(
+                type(whole),
+                f"its state '{name}' is a {type(value).__name__}, made of several tensors (zinf_fx.optim.AdamW(..., "
+                "state_dtype='8bit') keeps moments of a byte each)",
+            )
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
             if not all(isinstance(v, torch.Tensor) for v in of_parts) or not same_values(value, of_parts):
                 raise NotElementwise(f"its state '{name}' isn't the same for a part of a parameter")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import Group, NotElementwise, StateLayout, probe
 from zinf_fx.optim.blockwise import check_can_be_coded
 from zinf_fx.optim.forms import EIGHT_BITS, KeptAs
+from zinf_fx.optim.rehearsal import check_honoured
 from zinf_fx.optim.split import check_can_be_split
 from zinf_fx.optim.whole import check_can_be_whole, whole_layout
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -35,16 +35,18 @@ class Layouts:
         # model has.
         self._known: dict[tuple[str, torch.dtype], OfShapes] = {}
 
-    def under(self, optimizer: Optimizer, group: Group, kept: KeptAs, *, in_backward: bool) -> GroupLayouts:
-        """Those under the present options of `group`. `in_backward`: whether backward is to update parameters.
+    def under(
+        self, optimizer: Optimizer, group: Group, kept: KeptAs, moving: Set[str], *, in_backward: bool
+    ) -> GroupLayouts:
+        """Those under the present options of `group`, but for the `moving` ones, which the class changes at each step.
+        `in_backward`: whether backward is to update parameters.
 
         Raises: OptimizerError for options that can't be honoured.
         """
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise OptimizerError(f"{option}=True can't be honoured for stored parameters: leave it out")
+        check_honoured(group)
+        kept_alike = _ANY_VALUE | moving
         options = repr(
-            [(k, _zero_or_not(v) if k in _ZERO_OR_NOT else v) for k, v in group.items() if k not in _ANY_VALUE]
+            [(k, _zero_or_not(v) if k in _ZERO_OR_NOT else v) for k, v in group.items() if k not in kept_alike]
         )
 
         def known(dtype: torch.dtype) -> OfShapes:

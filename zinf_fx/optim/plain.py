@@ -99,6 +99,7 @@ class PlainSteps:
     def _can_be_streamed(self, optimizer: Optimizer, parameters: Sequence[StoredTensor]) -> bool:
         """Whether the class can be; if not, its own code can run. Raises: OptimizerError if neither can."""
         self._streamed.share(optimizer)
+        self._streamed.rehearsal.repeat(self._streamed)
         try:
             self._streamed.check()
         except OptimizerError:
@@ -113,6 +114,7 @@ class PlainSteps:
         steps = cls._of.get(optimizer)
         if steps is not None:
             steps._give_back()
+            steps._streamed.rehearsal.take_over(optimizer)
 
     def _give_back(self) -> None:
         for parameter, gradient in self._consumed.items():

@@ -23,6 +23,7 @@ from zinf_fx.optim.kept import KeptStates
 from zinf_fx.optim.layouts import GroupLayouts, Layouts
 from zinf_fx.optim.loading import taking_stored
 from zinf_fx.optim.recipe import Recipes, Update
+from zinf_fx.optim.rehearsal import Rehearsal
 from zinf_fx.optim.resident import ResidentCall, Residents
 from zinf_fx.optim.states import State, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
@@ -51,7 +52,7 @@ class Streamed(Optimizer):
     A class whose update of an element depends on others, as those of Adafactor, Muon and Lamb do, gets one whole
     parameter after the other, with its gradient and states: what it does is exact, and the largest parameter must fit
     in memory with them. Of parameters that are partitioned over ranks, each rank gathers the whole and updates it. What
-    a class keeps for a parameter in other shapes is stored from 4 KiB on, and stays in memory below.
+    a class keeps for a parameter in other shapes is stored from 4 KiB on. What it changes besides: see `rehearsal`.
 
     With `step_in_backward`, a parameter is updated as soon as backward has its gradient and needs its value no more
     (of compiled graphs: all those whose forward pass ran), and the gradient is gone; `step()` updates what is left. So
@@ -134,8 +135,8 @@ class Streamed(Optimizer):
 
     def finish(self) -> None:
         """Wait until the last step is done and in the store. Raises: StoreError when it failed; see `torn`."""
-        if self._last_step is not None:
-            self._last_step.finish()
+        if (step := self._last_step) is not None:
+            step.finish()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{k: getattr(self, k) for k in ("overlap", "step_in_backward", "kept_as")}}
@@ -153,7 +154,8 @@ class Streamed(Optimizer):
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
-        self._layouts, self._residents, self._recipes = Layouts(self._arithmetic), Residents(), Recipes()
+        self._layouts, self.rehearsal = Layouts(self._arithmetic), Rehearsal(self._arithmetic)
+        self._residents, self._recipes = Residents(), Recipes()
         self._recurring: RecurringUpdates | None = None  # that of the last step
         self._shared: frozenset[str] = frozenset()  # names of the attributes that are another optimizer's
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
@@ -200,6 +202,7 @@ class Streamed(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_step()
+        self.rehearsal.take_over(self)
         return loss
 
     @held_back
@@ -209,8 +212,10 @@ class Streamed(Optimizer):
         if not skips(self):
             with RUNNING.turn():
                 self._check_whole()  # again: by now, the closure or another thread may have stepped
+                if (begun := self._begun_in_backward) is None:
+                    self.rehearsal.run(self)
                 resident, others = self._divided()
-                step = self._begun_in_backward or self._new_step(others)
+                step = begun or self._new_step(others)
                 batch = self._batch(step, others)
                 step.follows(self._step_ordinary(others))
                 self._ordinary_seconds = time.perf_counter() - started
@@ -258,6 +263,7 @@ class Streamed(Optimizer):
             if parameter in step.parameters:
                 raise second_gradient(parameter)
         if step is None:
+            self.rehearsal.run(self)
             step = self._new_step(self.param_groups)
         with torch.no_grad():
             layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
@@ -336,11 +342,10 @@ class Streamed(Optimizer):
     # -- what is kept where ------------------------------------------------------------------------------------------
 
     def _layouts_of(self, group: Group) -> GroupLayouts:
-        """Of states, under the present options of a group."""
-        return self._layouts.under(self, group, self.kept_as, in_backward=self.step_in_backward)
+        """Under the present options of a group."""
+        return self._layouts.under(self, group, self.kept_as, self.rehearsal.moving, in_backward=self.step_in_backward)
 
     def _layout(self, group: Group, parameter: StoredTensor) -> StateLayout:
-        """Of the states of a parameter of a group."""
         return self._layouts_of(group).of(parameter, self._kept.dtype(parameter))
 
     def take_entries(self, entries: dict[StoredTensor, State]) -> None:
@@ -374,8 +379,7 @@ class Streamed(Optimizer):
     @property
     def _begun_in_backward(self) -> StreamedStep | None:
         """The step that backward began, until `step()`."""
-        step = self._last_step
-        return step if step is not None and step.takes_more else None
+        return self._last_step if self._last_step is not None and self._last_step.takes_more else None
 
     def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], batch: UpdateBatch | None) -> None:
         if not (resident or batch or step.parameters):
@@ -405,8 +409,7 @@ class Streamed(Optimizer):
         reference = weakref.ref(self)
 
         def tear(torn: TornStep) -> None:
-            optimizer = reference()
-            if optimizer is not None:
+            if (optimizer := reference()) is not None:
                 optimizer.torn = torn
 
         ahead, self._last_step = self._last_step and self._last_step.ahead, None

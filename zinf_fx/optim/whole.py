@@ -17,10 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.arithmetic import Group, StateLayout, borrow, kept_elsewhere, same_values, step_without_hooks
+from zinf_fx.optim.arithmetic import (
+    Group,
+    StateLayout,
+    borrow_for_trial,
+    check_moves,
+    refusal,
+    same_values,
+    step_of_each,
+)
 from zinf_fx.optim.chunks import Piece
 from zinf_fx.optim.companions import MASTER
 from zinf_fx.optim.elements import AnyWindow, open_window
+from zinf_fx.optim.moving import Kept
 from zinf_fx.optim.part import Begun, OpenPart
 from zinf_fx.optim.states import ParameterStates, State, check_room
 from zinf_fx.runtime.memory.device import Device
@@ -45,16 +54,14 @@ def whole_layout(
     Raises: OptimizerError for a class that can't run on one parameter at a time, or a parameter for which there is no
     room.
     """
-    options = {k: v for k, v in group.items() if k != "params"}
-    options |= {"lr": 0.01} if "lr" in options else {}  # a warm-up may start from 0, where every class looks alike
-    _check_independent(optimizer, kind, options, parameter.shape, dtype)
+    _check_independent(optimizer, kind, group, parameter.shape, dtype)
     shape = parameter.shape
     try:
         with _WithoutValues():
-            states = _states_of_one(optimizer, kind, options, torch.empty(shape, dtype=dtype, device="meta"))
+            states = _states_of_one(optimizer, kind, group, torch.empty(shape, dtype=dtype, device="meta"))
     except OptimizerError:
         check_room(parameter, 2 * shape.numel() * dtype.itemsize)  # with its gradient
-        states = _states_of_one(optimizer, kind, options, torch.full(shape, 0.5, dtype=dtype, device="cpu"))
+        states = _states_of_one(optimizer, kind, group, torch.full(shape, 0.5, dtype=dtype, device="cpu"))
     tensors: dict[str, torch.dtype] = {}
     shapes: dict[str, torch.Size] = {}
     scalars: dict[str, torch.dtype | None] = {}
@@ -71,11 +78,11 @@ def whole_layout(
 
 
 def _states_of_one(
-    optimizer: Optimizer, kind: type[Optimizer], options: Group, parameter: torch.Tensor
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, parameter: torch.Tensor
 ) -> Mapping[str, Any]:
     """What `kind` keeps for a parameter after one step. Raises: OptimizerError when that fails."""
-    inner = borrow(optimizer, kind, options, [parameter])
-    _step(kind, inner, [torch.full_like(parameter, 0.25)])
+    inner = borrow_for_trial(optimizer, kind, group, [parameter])
+    _step(kind, [inner], [[torch.full_like(parameter, 0.25)]])
     return inner.state[parameter]
 
 
@@ -103,55 +110,47 @@ def _is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def _check_independent(
-    optimizer: Optimizer, kind: type[Optimizer], options: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+    optimizer: Optimizer, kind: type[Optimizer], group: Group, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
     """Three steps over two small parameters together and over each alone. Raises: OptimizerError if they differ."""
     small = [min(size, 3 + index) for index, size in enumerate(shape)]
     numel = torch.Size(small).numel()
     ramp = partial(torch.linspace, -1, steps=numel, dtype=dtype, device="cpu")
     values = [ramp(end).exp().view(small) for end in (1, 2)]
-    together = borrow(optimizer, kind, options, [value.clone() for value in values])
-    alone = [borrow(optimizer, kind, options, [value.clone()]) for value in values]
-    before = [dict(inner.__dict__) for inner in (together, *alone)]
+    together = borrow_for_trial(optimizer, kind, group, [value.clone() for value in values])
+    alone = [borrow_for_trial(optimizer, kind, group, [value.clone()]) for value in values]
     for step in range(3):
         gradients = [ramp(end).roll(5 * step).view(small) for end in (3, 1)]
-        _step(kind, together, gradients)
-        for inner, gradient in zip(alone, gradients, strict=True):
-            _step(kind, inner, [gradient])
-    for inner, attributes in zip((together, *alone), before, strict=True):
-        if changed := kept_elsewhere(inner, options, attributes):
-            raise _refusal(kind, f"it keeps state besides that of each parameter ({', '.join(changed)})")
+        moves = _step(kind, (together, *alone), (gradients, *([gradient] for gradient in gradients)))
+        check_moves(moves, partial(refusal, kind))
+    for inner in (together, *alone):
         for owner, states in inner.state.items():
             if not isinstance(owner, torch.Tensor):
-                raise _refusal(kind, f"its state '{owner}' is of no parameter")
+                raise refusal(kind, f"its state '{owner}' is of no parameter")
             kept = [k for k, v in states.items() if not isinstance(v, torch.Tensor) and _has_tensors(v)]
             if kept:
-                raise _refusal(kind, f"its state '{kept[0]}' is a collection of tensors")
+                raise refusal(kind, f"its state '{kept[0]}' is a collection of tensors")
     parameters = [inner.param_groups[0]["params"][0] for inner in alone]
     if any(not same_values(one, [other]) for one, other in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
-        raise _refusal(kind, "its update of a parameter depends on other parameters")
+        raise refusal(kind, "its update of a parameter depends on other parameters")
 
 
 def _has_tensors(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(value))
 
 
-def _step(kind: type[Optimizer], inner: Optimizer, gradients: Sequence[torch.Tensor]) -> None:
-    for parameter, gradient in zip(inner.param_groups[0]["params"], gradients, strict=True):
-        parameter.grad = gradient.clone()
+def _step(
+    kind: type[Optimizer], inners: Sequence[Optimizer], gradients: Sequence[Sequence[torch.Tensor]]
+) -> list[Kept]:
+    """Step each of some borrowed optimizers, with gradients. Returns what changed besides parameters and states."""
+    for inner, given in zip(inners, gradients, strict=True):
+        for parameter, gradient in zip(inner.param_groups[0]["params"], given, strict=True):
+            parameter.grad = gradient.clone()
     try:
         with torch.no_grad():
-            step_without_hooks(inner)
+            return step_of_each(inners)
     except Exception as error:
-        raise _refusal(kind, f"a step over one parameter failed ({type(error).__name__}: {error})") from error
-
-
-def _refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
-    return OptimizerError(
-        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters: {reason}, and only optimizers that "
-        "treat each parameter by itself can be streamed; use one of zinf_fx.optim, or placement='device', where any "
-        "optimizer of PyTorch runs"
-    )
+        raise refusal(kind, f"a step over one parameter failed ({type(error).__name__}: {error})") from error
 
 
 def check_can_be_whole(
