@@ -23,14 +23,6 @@ def mlp() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 
 
-def cause(error: BaseException, kind: type[BaseException]) -> BaseException:
-    """Dynamo wraps what a backend raises: the first `kind` in the chain of causes."""
-    while error is not None and not isinstance(error, kind):
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    assert error is not None, f"no {kind.__name__} in the chain"
-    return error
-
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -49,18 +41,18 @@ REFUSED = {
 def test_bad_options_are_refused_and_the_model_is_untouched(options, kind, message):
     model = mlp()
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(kind) as raised:
         torch.compile(model, backend="zinf", options=options)(torch.randn(2, 8))
-    assert message in str(cause(raised.value, kind))
+    assert message in str(raised.value)
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_placement_that_contradicts_the_offloaded_model_is_refused(tmp_path):
     model = zinf_fx.offload(mlp(), store=tmp_path, placement="host")
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(ConfigError) as raised:
         torch.compile(model, backend="zinf", options={"placement": "nvme"})(torch.randn(2, 8))
-    assert "was offloaded with" in str(cause(raised.value, ConfigError))
+    assert "was offloaded with" in str(raised.value)
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
@@ -204,27 +196,27 @@ def test_a_parameter_that_cant_be_stored_is_named(tmp_path):
     model = mlp()
     indices = torch.zeros(2, 0, dtype=torch.int64)
     model[2].weight.grad = torch.sparse_coo_tensor(indices, torch.zeros(0), (4, 16), check_invariants=True)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(StoredTensorError) as raised:
         torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})(torch.randn(2, 8))
-    assert "parameter '2.weight' has a gradient of layout" in str(cause(raised.value, StoredTensorError))
+    assert "parameter '2.weight' has a gradient of layout" in str(raised.value)
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
 
 
 def test_parameters_on_the_meta_device_are_refused():
     with torch.device("meta"):
         model, x = mlp(), torch.randn(2, 8)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(StoredTensorError) as raised:
         torch.compile(model, backend="zinf", options={"placement": "host"})(x)
-    assert "parameter '0.weight' is on the meta device" in str(cause(raised.value, StoredTensorError))
+    assert "parameter '0.weight' is on the meta device" in str(raised.value)
 
 
 def test_options_that_contradict_what_is_stored_are_refused_before_the_others_leave(tmp_path):
     model = mlp()
     zinf_fx.offload(model[0], placement="host")
     compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(ConfigError) as raised:
         compiled(torch.randn(2, 8))
-    assert "was offloaded with" in str(cause(raised.value, ConfigError))
+    assert "was offloaded with" in str(raised.value)
     assert type(model[2].weight) is torch.nn.Parameter
 
 

@@ -197,9 +197,8 @@ def test_a_plan_of_it_is_saved_followed_and_shown(tmp_path: Path, name: str) -> 
 def test_another_plan_than_the_rules_ask_for_is_refused(tmp_path: Path, others: dict[str, Any], says: str) -> None:
     plan = zinf_fx.export_plan(adapted(), (batch(),), placement=ADAPTERS)
     model, call = in_one_line(adapted(), others, tmp_path, plan=plan)
-    with pytest.raises(Exception, match=says) as refused:
+    with pytest.raises(PlanError, match=says):
         call(batch())
-    assert isinstance(getattr(refused.value, "inner_exception", refused.value), PlanError)
     assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters())
 
 
@@ -225,11 +224,10 @@ def test_rules_for_another_model_are_refused(tmp_path: Path, name: str, how: Cal
     placement, parts = REFUSED[name]
     model = adapted()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(Exception, match="placement") as refused:
+    with pytest.raises(ConfigError, match="placement") as refused:
         _, call = how(model, placement, tmp_path)
         call(batch())
-    error = getattr(refused.value, "inner_exception", refused.value)
-    assert isinstance(error, ConfigError) and all(part in str(error) for part in parts), str(error)
+    assert all(part in str(refused.value) for part in parts), str(refused.value)
     assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -110,7 +110,9 @@ NAMES: dict[str, str] = {
     "torch.ops.aten.mm.default._op": "runtime/execute/binding.py calls operations without OpOverload.__call__",
     "torch.ops.higher_order.with_effects": "passes/activations/segments.py doesn't repeat what has effects",
     "torch._ops.HigherOrderOperator": "passes/ir/aliases.py takes them for anything",
-    "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps what the backend raised",
+    "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps it; frontend/refusal.py carries errors as one",
+    "torch._dynamo.exc.BackendCompilerFailed.remove_dynamo_frames": "frontend/refusal.py says what is raised",
+    "torch._guards.TracingContext.try_get": "frontend/refusal.py asks whether Dynamo calls",
     "torch.Tensor._make_wrapper_subclass": "runtime/tensor/stored_tensor.py is such a subclass",
     "torch._subclasses.fake_tensor.FakeTensorMode": "estimate/workload.py runs a model without values",
     "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once; frontend/offload.py",
@@ -376,6 +378,29 @@ def test_a_failing_backend_shows_its_error() -> None:
     with pytest.raises(BackendCompilerFailed) as error:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert isinstance(error.value.inner_exception, KeyError), _broken("BackendCompilerFailed.inner_exception")
+
+
+def test_what_takes_the_place_of_a_failing_backends_error_is_raised() -> None:
+    """frontend/refusal.py: Dynamo raises what `remove_dynamo_frames` returns, and compiles again in the next call, from
+    torch 2.11 to 2.15."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    class Refusal(BackendCompilerFailed):
+        def remove_dynamo_frames(self) -> Exception:
+            return self.inner_exception
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        attempts.append(module)
+        raise Refusal(backend, KeyError("mine"), None)
+
+    torch._dynamo.reset()
+    attempts: list[fx.GraphModule] = []
+    for fullgraph in (False, True):
+        call = torch.compile(lambda x: x + 1, backend=backend, fullgraph=fullgraph)
+        for _ in range(2):
+            with pytest.raises(KeyError, match="mine"):
+                call(torch.ones(2))
+    assert len(attempts) == 4, _broken("BackendCompilerFailed.remove_dynamo_frames")
 
 
 def _find(path: str, user: str) -> Any:

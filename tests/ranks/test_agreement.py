@@ -24,8 +24,7 @@ def first_error(call) -> tuple[str, str, float]:
     try:
         call()
     except Exception as error:
-        inner = getattr(error, "inner_exception", error)
-        return type(inner).__name__, str(inner), time.monotonic() - started
+        return type(error).__name__, str(error), time.monotonic() - started
     return "", "", time.monotonic() - started
 
 

@@ -43,6 +43,7 @@ from zinf_fx.frontend.guards import drop_implied_guards
 from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in
+from zinf_fx.frontend.refusal import refusing
 from zinf_fx.frontend.staying import is_ordinary, note_staying
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
@@ -66,8 +67,15 @@ def zinf(
     graphs are planned as it says, and refused, before anything is changed, if it is for other ones.
 
     Raises: ConfigError for options that are unknown, or contradict how the model was offloaded; PlanError for a plan of
-    another model, PlanFileError for a file that is none.
+    another model, PlanFileError for a file that is none. Whoever called the compiled function gets these as they are.
     """
+    with refusing(module):
+        return _compiled_graph(module, inputs, options, unknown)
+
+
+def _compiled_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object] | None, unknown: Mapping[str, object]
+) -> Callable[..., Any]:
     if unknown:
         raise ConfigError(
             f"backend 'zinf' takes options only, found {', '.join(f'{k}={v!r}' for k, v in unknown.items())}: leave it "
