@@ -11,7 +11,7 @@ from zinf_fx import errors
 from zinf_fx.config import Config, Placement
 
 if TYPE_CHECKING:
-    from zinf_fx import optim
+    from zinf_fx import integrations, optim
     from zinf_fx.checkpoint.exporting import export_safetensors
     from zinf_fx.checkpoint.importing import load_safetensors
     from zinf_fx.checkpoint.training.loading import load_checkpoint
@@ -41,6 +41,7 @@ __all__ = [
     "export_plan",
     "export_safetensors",
     "gathered",
+    "integrations",
     "load_checkpoint",
     "load_plan",
     "load_safetensors",
@@ -78,6 +79,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "integrations":
+        return import_module("zinf_fx.integrations")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("zinf_fx.frontend.replacement")  # registers what takes the place of stored parameters
