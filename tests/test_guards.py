@@ -66,3 +66,17 @@ def test_a_model_on_another_tier_is_compiled_for_itself(tmp_path: Path) -> None:
             assert torch.equal(run(batch), plain(batch))
         assert {tile.tier for plan in recording.plans for tile in plan.graphs[0].tiles} == {placement}
     assert torch.equal(torch.compile(plain, backend="zinf")(batch), plain(batch))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_parameters_of_other_shapes_have_graphs_of_their_own(tmp_path: Path, dynamic: bool | None) -> None:
+    """Where they are arguments of what is compiled, Dynamo would take the sizes that differ for variable ones."""
+    weights = torch.nn.ParameterList(torch.randn(8, width) for width in (8, 16, 24))
+    plain = copy.deepcopy(weights)
+    zinf_fx.offload(weights, store=tmp_path, placement="nvme")
+    run = torch.compile(lambda weight: (torch.ones(2, 8) @ weight).square().sum(), backend="zinf", dynamic=dynamic)
+    for weight, in_memory in zip(weights, plain, strict=True):
+        loss, expected = run(weight), (torch.ones(2, 8) @ in_memory).square().sum()
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected) and weight.grad.equal(in_memory.grad)

@@ -39,7 +39,7 @@ from zinf_fx.frontend.each_placement import (
 from zinf_fx.frontend.given_paths import given_in, with_absolute_paths, working_directory
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
-from zinf_fx.frontend.guards import drop_implied_guards
+from zinf_fx.frontend.guards import drop_implied_guards, hold_shapes
 from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in
@@ -86,6 +86,7 @@ def _compiled_graph(
     options = options_with(plans, options)
     requested = Config.of(None, options)
     drop_implied_guards(module, inputs)
+    hold_shapes(module, inputs)
     plain = [value for value in inputs if is_ordinary(value)]
     stored = stored_among(zip(input_names(module), inputs, strict=True))
     in_force = _config_in_force(stored, options, requested, plans) if stored else requested

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.source import AttrSource, SubclassAttrListSource
 from torch._guards import Guard, GuardsSet, TracingContext
@@ -32,3 +33,13 @@ def drop_implied_guards(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     if stored:
         guards = context.dynamo_guards
         context.dynamo_guards = GuardsSet(type(guards.inner)(one for one in guards if not is_implied(one)))
+
+
+def hold_shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Have Dynamo make another graph of `module` for stored tensors of other shapes, as it does for parameters in
+    memory: a plan moves so many bytes. In a backend, before it returns."""
+    for node, one in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        seen = node.meta.get("example_value")
+        if isinstance(one, StoredTensor) and isinstance(seen, torch.Tensor):
+            for size in seen.shape:
+                int(size)  # which makes a guard of one that is variable
