@@ -22,8 +22,10 @@ from zinf_fx.runtime.tensor.views import replayed
 
 aten = torch.ops.aten
 
+# What `tensor.data = other` is in a graph: from torch 2.14, an operation of its own.
+_ASSIGN_DATA = tuple(getattr(aten, name).default for name in ("shallow_copy_data_",) if hasattr(aten, name))
 # After which the first tensor has the elements of the second.
-_TAKE_OVER = (aten.copy_.default, aten.set_.source_Tensor)
+_TAKE_OVER = (aten.copy_.default, aten.set_.source_Tensor, *_ASSIGN_DATA)
 
 
 def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -130,7 +132,8 @@ def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: di
 
 def _check_writable(tensor: torch.Tensor, func: Any) -> None:
     """Raises: StoredTensorError for a write that can't reach the store."""
-    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::resize_"):
+    shapes_anew = func in _ASSIGN_DATA or func._schema.name in ("aten::set_", "aten::resize_")
+    if torch.Tag.inplace_view in func.tags or shapes_anew:
         raise _refusal(func, tensor, "change its shape or memory")
     if tensor.captured and (tensor.views or tensor.base.is_part):
         what = "a DTensor whose parts are stored" if tensor.base.is_part else "a view of a stored tensor"
