@@ -1,6 +1,6 @@
 """What zinf_fx uses of PyTorch beyond its documented interface, in one place.
 
-They hold for torch 2.11, 2.13 and 2.15. Where one of these tests fails with another version, its message says which
+They hold for torch 2.11, 2.13, 2.14 and 2.15. Where one of these tests fails with another version, its message says which
 file relies on what changed. Behaviour is tested where it matters, not only that a name exists.
 """
 
@@ -77,6 +77,8 @@ NAMES: dict[str, str] = {
     "torch._subclasses.fake_tensor.FakeTensor": "runtime/tensor/writes.py tells the copies that end a graph",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "equal_values.py compares graphs while tensors are fake",
     "torch._guards.GuardSource.LOCAL": "graph_inputs.py tells what comes with a call from the model's buffers",
+    "torch._dynamo.utils.counters": "cycles.py asks whether Dynamo captured anything",
+    "torch._guards.TracingContext.try_get": "cycles.py asks whether a graph is being captured",
     "torch._guards.TracingContext.get": "capture.py plans a graph after it was captured, as if while it was",
     "torch._guards.tracing": "capture.py, likewise",
     "torch._guards.GuardsSet": "guards.py leaves some out",

@@ -23,8 +23,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zinf_fx.config import Config
+from zinf_fx.cycles import collect_given_up_captures
 from zinf_fx.frontend.offload import offload_parameters
 from zinf_fx.frontend.staying import note_staying
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -128,6 +130,13 @@ def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -
         stacklevel=3,
     )
     return None
+
+
+@register_module_module_registration_hook
+def _parametrized(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """A parametrization is about to swap the implementation of its parameter."""
+    if isinstance(parent, ParametrizationList):
+        collect_given_up_captures()
 
 
 @register_module_module_registration_hook

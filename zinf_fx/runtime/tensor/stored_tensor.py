@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
@@ -21,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from zinf_fx import ops
+from zinf_fx.cycles import collect_given_up_captures
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.exclusive import RUNNING
@@ -356,6 +358,8 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         return replayed(self.views, value)
 
     def _twin(self) -> StoredTensor:
+        if weakref.getweakrefs(self) and not self.captured:
+            collect_given_up_captures()  # `Module.to` swaps the parameter for its twin
         return self._handed_on(self._seen(self.views, self if self.views else None))
 
     def _seen(self, views: tuple[ViewStep, ...], like: torch.Tensor | None) -> StoredTensor:
@@ -390,6 +394,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
+        collect_given_up_captures()
         return self._handed_on(stored_again(self, dtype, target))
 
 
