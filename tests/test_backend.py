@@ -33,7 +33,7 @@ def test_the_backend_is_found_by_its_entry_point():
 REFUSED = {
     "unknown option": ({"placemnt": "nvme"}, ConfigError, "unknown option 'placemnt'; accepted: store, placement"),
     "unknown placement": ({"placement": "nvm"}, ConfigError, "'nvm' is unknown"),
-    "missing store": ({"placement": "nvme", "store": "/nowhere/at/all"}, StoreError, "/nowhere/at/all"),
+    "missing store": ({"placement": "nvme", "store": "/dev/null/store"}, StoreError, "/dev/null/store"),
 }
 
 

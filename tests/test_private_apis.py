@@ -1,7 +1,7 @@
 """What zinf_fx uses of PyTorch beyond its documented interface, in one place.
 
-They hold for torch 2.11, 2.13, 2.14 and 2.15. Where one of these tests fails with another version, its message says which
-file relies on what changed. Behaviour is tested where it matters, not only that a name exists.
+They hold for torch 2.11, 2.13, 2.14 and 2.15. Where one of these tests fails with another version, its message says
+which file relies on what changed. Behaviour is tested where it matters, not only that a name exists.
 """
 
 from __future__ import annotations

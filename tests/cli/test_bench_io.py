@@ -59,8 +59,8 @@ def test_rows_of_fio(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{store}", "/nonexistent"], "^zinf-fx: error: .* does not exist"),
-        (["{store}", "/etc/passwd"], "^zinf-fx: error: store measure failed: /etc/passwd: it is no directory; name"),
+        (["{store}", "{store}/missing"], "^zinf-fx: error: .* does not exist"),
+        (["{store}", __file__], "^zinf-fx: error: store measure failed: .*/test_bench_io.py: it is no directory; name"),
         (["{store}", "--size", "much"], "'much' is not a size"),
         (["{store}", "--rounds", "0"], "at least one"),
         (["{store}", "--size", "1000000TiB"], "reserved|full|limit"),
