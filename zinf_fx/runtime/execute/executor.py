@@ -308,7 +308,7 @@ class Run:
     def with_returned(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
         """The results of the graph, with gradients that torch.autograd.grad() is to return. `tokens`: by position among
         the results, that of the parameter whose gradient it is."""
-        returned = {} if self._gradients is None else self._gradients.returned()
+        returned = {} if self.gradients is None else self.gradients.returned()
         if not returned:
             return results
         found = {position: returned[id(token)] for position, token in tokens.items() if id(token) in returned}
