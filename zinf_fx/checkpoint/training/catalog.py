@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import refusals
-from zinf_fx.checkpoint.training.files import MANIFEST, is_ours
+from zinf_fx.checkpoint.training.files import MANIFEST, discard, is_data, is_link, is_ours
 from zinf_fx.checkpoint.training.loading import check_files, manifest_of
 from zinf_fx.checkpoint.training.manifest import Manifest, begins_manifest
 from zinf_fx.errors import CheckpointError
+from zinf_fx.regular_files import open_regular
+from zinf_fx.runtime.disk.ownership import is_alike, is_proven
+
+log = logging.getLogger("zinf_fx")
 
 STEP = "step"
 """Under which name the number of a checkpoint's step is saved."""
@@ -145,6 +151,42 @@ def look_at(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> 
     except CheckpointError as error:
         return Found(directory, manifest, str(error))
     return Found(directory, manifest)
+
+
+def proven_in(directory: Path) -> set[Path]:
+    """The files of stores in a checkpoint that earlier versions made, and that have what its manifest says: see
+    [Note: proofs]. Where there are none of that form, the manifest isn't read."""
+    with refusals("looking for data files", directory):
+        paths = [directory / name for name in sorted(os.listdir(directory)) if is_data(name) and is_link(name)]
+    with ExitStack() as opened:
+        alike = {path: fd for path in paths if (fd := _opened(path, opened)) is not None and is_alike(fd)}
+        if all(map(is_proven, alike.values())):
+            return set()
+        try:
+            manifest = manifest_of(directory)
+        except CheckpointError:
+            return set()
+        names = {file.path for file in manifest.files}
+        return {path for path, fd in alike.items() if path.name in names and manifest.is_in(fd, path.name)}
+
+
+def _opened(path: Path, opened: ExitStack) -> int | None:
+    """A descriptor of a file that is there; None of what can't be opened, and of links."""
+    try:
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    opened.callback(os.close, fd)
+    return fd
+
+
+def discard_all(directories: Iterable[Path]) -> None:
+    """As `discard`, of several; where one can't be removed, a warning says so."""
+    for directory in directories:
+        try:
+            discard(directory, proven_in(directory))
+        except CheckpointError as error:
+            log.warning("an old checkpoint stays: %s", error)
 
 
 def _looks_like_one(directory: Path, names: list[str]) -> bool:

@@ -14,14 +14,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from zinf_fx.checkpoint.commit import appear
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, locked, refusals, sync
 from zinf_fx.errors import CheckpointError
 from zinf_fx.regular_files import open_regular, read_regular
-from zinf_fx.runtime.disk.ownership import is_alike, says_so
+from zinf_fx.runtime.disk.ownership import is_alike, is_proven
 from zinf_fx.sizes import PAGE
 
 log = logging.getLogger("zinf_fx")
@@ -98,13 +98,13 @@ def is_ours(name: str) -> bool:
     return name in (MANIFEST, NEW_MANIFEST) or is_data(name)
 
 
-def leftovers(directory: Path, manifest: bytes) -> list[Path]:
+def leftovers(directory: Path, manifest: bytes, proven: Collection[Path] = ()) -> list[Path]:
     """What saves left in a directory that were cut off: files with our names, and what these say, that are nowhere in
-    the manifest's text, which may be empty, or damaged."""
+    the manifest's text, which may be empty, or damaged. `proven`: those that are known to be what their names say."""
     with refusals("looking for what is left of a save", directory):
         found = sorted(os.listdir(directory))
     others = (name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
-    return [directory / name for name in others if _is_as_named(directory / name)]
+    return [path for path in (directory / name for name in others) if path in proven or _is_as_named(path)]
 
 
 def _is_as_named(path: Path) -> bool:
@@ -121,7 +121,7 @@ def _is_as_named(path: Path) -> bool:
         if path.name == NEW_MANIFEST:
             return begin.startswith(FIRST_BYTES[: len(begin)])
         if is_link(path.name):
-            return says_so(fd) or is_alike(fd)
+            return is_proven(fd) or (is_alike(fd) and os.fstat(fd).st_nlink > 1)  # which stays under another name
         return (8 + int.from_bytes(begin[:8], "little")) % PAGE == 0 and begin[8:9] in (b"{", b"\0")
     finally:
         os.close(fd)
@@ -167,37 +167,32 @@ def commit(files: Files, directory: Path, manifest: bytes) -> None:
     appear({new: directory / MANIFEST}, files)
 
 
-def discard(directory: Path) -> None:
+def discard(directory: Path, proven: Collection[Path] = ()) -> None:
     """Remove a checkpoint, or what is left of a save: first what makes it one. What is not ours in the directory stays.
+    `proven`: as of `leftovers`.
 
-    Raises: CheckpointError when another process saves to it, or it can't be removed.
+    Raises: CheckpointError when another process saves to it, when the manifest names a file that isn't what its name
+    says, or it can't be removed.
     """
     if directory.is_symlink():
         raise CheckpointError(f"removing a checkpoint was refused: {directory} is a link to another place")
     with refusals("removing a checkpoint", directory):
-        if _has_nothing_of_ours(directory):
-            return
+        names = set(os.listdir(directory)) - {LOCK}
+    if names and MANIFEST not in names and not leftovers(directory, b""):
+        return
     with refusals("removing a checkpoint", directory), locked(directory):
+        manifest, mine = manifest_in(directory), leftovers(directory, b"", proven)
+        named = sorted(name for name in names if is_data(name) and name.encode() in manifest)
+        if foreign := [name for name in named if directory / name not in mine]:
+            raise CheckpointError(
+                f"removing the checkpoint in {directory} was refused: {foreign[0]} has the name of a data file, and "
+                "doesn't prove to be one of this user's; remove it by hand"
+            )
         FILES.remove(directory / MANIFEST)
         sync(FILES, directory)
-        for path in leftovers(directory, b""):
+        for path in mine:
             FILES.remove(path)
-        if not (directory / LOCK).stat(follow_symlinks=False).st_size:  # else it was somebody's before
+        if not os.stat(directory / LOCK, follow_symlinks=False).st_size:  # else it was somebody's before
             FILES.remove(directory / LOCK)
         if not os.listdir(directory):
             os.rmdir(directory)
-
-
-def _has_nothing_of_ours(directory: Path) -> bool:
-    """Whether there are only files that are none of a checkpoint's, nor left of one."""
-    names = set(os.listdir(directory)) - {LOCK}
-    return bool(names) and MANIFEST not in names and not leftovers(directory, b"")
-
-
-def discard_all(directories: Iterable[Path]) -> None:
-    """The same, of several; where one can't be removed, a warning says so."""
-    for directory in directories:
-        try:
-            discard(directory)
-        except CheckpointError as error:
-            log.warning("an old checkpoint stays: %s", error)

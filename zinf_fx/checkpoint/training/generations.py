@@ -145,8 +145,8 @@ class KeptInStore:
 def _without_name(file: DataFile) -> str:
     """Why what is in a file is copied that somebody has removed. The job has it open, and loses nothing."""
     log.warning(
-        "the store's file %s was removed during its job, perhaps by a cleaner of temporary files: training goes on, "
-        "and checkpoints are copied. Keep cleaners away from %s, or begin the next job in another store",
+        "the store's file %s was removed while its job runs, perhaps by a cleaner of temporary files: training goes "
+        "on, and checkpoints are copied. Keep cleaners away from %s, or begin the next job in another store",
         file.path,
         file.path.parent.parent,
     )

@@ -18,9 +18,16 @@ from torch.optim import Optimizer
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.training.behind import CopyBehind
-from zinf_fx.checkpoint.training.catalog import STEP, Found, Manifests, checkpoints_in, is_numbered, name_of
+from zinf_fx.checkpoint.training.catalog import (
+    STEP,
+    Found,
+    Manifests,
+    checkpoints_in,
+    discard_all,
+    is_numbered,
+    name_of,
+)
 from zinf_fx.checkpoint.training.contents import Parts, parts_of
-from zinf_fx.checkpoint.training.files import discard_all
 from zinf_fx.checkpoint.training.held import HeldSave, held
 from zinf_fx.checkpoint.training.loading import load_checkpoint
 from zinf_fx.checkpoint.training.saving import Behind, save

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -184,6 +185,14 @@ class Manifest:
             for box in tensor.boxes:
                 for piece in box.pieces:
                     yield tensor, piece
+
+    def is_in(self, fd: int, path: str) -> bool:
+        """Whether an open file has what is said of the file `path`, as far as the checksum of a piece shows that."""
+        number = [file.path for file in self.files].index(path)
+        for tensor, piece in self.pieces():
+            if piece.file == number:
+                return crc32c(os.pread(fd, piece.nbytes(tensor.dtype), piece.offset)) == piece.crc32c
+        return False
 
     def by_name(self) -> dict[str, SavedTensor]:
         """The tensors by all names that they have."""

@@ -22,7 +22,7 @@ from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, refusals, sync
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
-from zinf_fx.checkpoint.training.catalog import Manifests
+from zinf_fx.checkpoint.training.catalog import Manifests, discard_all, proven_in
 from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of, unwritten_in
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
 from zinf_fx.checkpoint.training.frozen import Frozen, NotFrozenError
@@ -190,10 +190,11 @@ class _Begun:
                 check_sound(manifest, "the checkpoint to write")
                 text = to_text(manifest)
                 with refusals("committing a checkpoint", directory):
+                    proven = proven_in(directory)
                     names.commit(files, directory, text)
                     self.manifests.add(directory, manifest)
-                    _remove(files, names.leftovers(directory, text))
-                names.discard_all(self.others)
+                    _remove(files, names.leftovers(directory, text, proven))
+                discard_all(self.others)
         seconds = time.perf_counter() - self.started
         size, how = in_words(manifest.nbytes), _in_words(self.kept, manifest)
         log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zinf_fx.checkpoint.training.catalog import Found
-from zinf_fx.native.engine import crc32c
 from zinf_fx.runtime.disk.filesystem import taken_by
 from zinf_fx.runtime.disk.links import abandoned, give_back_all_but
 from zinf_fx.runtime.disk.ownership import is_alike, is_proven
@@ -24,8 +23,13 @@ def give_back_unnamed(found: Iterable[Found]) -> dict[Path, int]:
     What manifests say of a file is not enough: it has to prove that it is a store's, see [Note: proofs].
     """
     by_file: dict[tuple[int, int], list[tuple[Found, str]]] = {}
+    directories: set[tuple[int, int]] = set()
     for one in found:
-        for file in one.manifest.files if one.manifest is not None else ():
+        its = one.path.stat()
+        if one.manifest is None or (its.st_dev, its.st_ino) in directories:
+            continue
+        directories.add((its.st_dev, its.st_ino))
+        for file in one.manifest.files:
             path = one.path / file.path
             if file.of_store and path.exists():
                 info = path.stat(follow_symlinks=False)
@@ -46,7 +50,7 @@ def _give_back(links: list[tuple[Found, str]]) -> int:
         content = [part for one, path in links for part in one.manifest.content_of(path)]
         if taken_by(info) <= sum(map(len, content)) + 2 * PAGE:  # its first page, and what the file system takes
             return 0
-        if not is_proven(fd) and not (is_alike(fd) and all(_has_what_is_said(fd, *link) for link in links)):
+        if not is_proven(fd) and not (is_alike(fd) and all(one.manifest.is_in(fd, path) for one, path in links)):
             log.warning(
                 "%s has bytes that are in no checkpoint, and they stay: it doesn't prove to be a store's data file; "
                 "remove what you don't need by hand",
@@ -56,13 +60,3 @@ def _give_back(links: list[tuple[Found, str]]) -> int:
         give_back_all_but(fd, content)
         os.fsync(fd)
         return taken_by(info) - taken_by(os.fstat(fd))
-
-
-def _has_what_is_said(fd: int, found: Found, name: str) -> bool:
-    """Whether an open file has a piece of a checkpoint, as its checksum says."""
-    files = [file.path for file in found.manifest.files]
-    for tensor, piece in found.manifest.pieces():
-        if files[piece.file] == name:
-            nbytes = piece.count * tensor.dtype.itemsize + piece.padding
-            return crc32c(os.pread(fd, nbytes, piece.offset)) == piece.crc32c
-    return False

@@ -26,12 +26,7 @@ def begin(fd: int, store: str) -> None:
 
 def is_proven(fd: int) -> bool:
     """Whether an open file is a data file of this user's, as its first page says. Raises: OSError."""
-    return _is_of_this_user(os.fstat(fd)) and says_so(fd)
-
-
-def says_so(fd: int) -> bool:
-    """Whether an open file begins as a data file, whoever made it. Raises: OSError."""
-    return os.pread(fd, len(_BEGIN), 0) == _BEGIN
+    return _is_of_this_user(os.fstat(fd)) and os.pread(fd, len(_BEGIN), 0) == _BEGIN
 
 
 def is_alike(fd: int) -> bool:
