@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
-from zinf_fx.regular_files import read_regular
+from zinf_fx.regular_files import check_regular, read_regular
 from zinf_fx.runtime.tensor.copies import stored_as
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
 
@@ -118,8 +119,12 @@ def _file_of(index: Path, name: object) -> Path:
     if not isinstance(name, str) or not lies_within(name):
         raise CheckpointError(f"'{index}' names {name!r}, which is no file in its directory: give another index")
     file = index.parent / name
-    if file.exists() and not file.is_file():
-        raise CheckpointError(f"'{index}' names '{name}', which is no file: copy it anew")
+    try:
+        check_regular(os.stat(file), file)
+    except FileNotFoundError:
+        return file  # whose reader says so
+    except OSError as error:
+        raise CheckpointError(f"'{index}' names {shortened(name)}, which is no file: copy it anew") from error
     return file
 
 
