@@ -11,7 +11,8 @@ from torch import fx
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.frontend.graph_inputs import GraphInput
-from zinf_fx.passes.lowering.parameter_writes import line_of, note_writes
+from zinf_fx.lines import line_of
+from zinf_fx.passes.lowering.parameter_writes import note_writes
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.tensor.view_writes import is_written, watching
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.lines import line_of
 from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
 from zinf_fx.passes.ir.tile_values import tile_values
 
@@ -96,10 +97,3 @@ def _refusal(value: fx.Node, context: GraphContext, where: str) -> StoredTensorE
         f"before is needed {where} ({line}): write first, or outside of the compiled region, in a function under "
         "torch.compiler.disable"
     )
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line that a node of Dynamo's or AOTAutograd's is from."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    files = [number for number, line in enumerate(lines) if line.startswith("File ")]
-    return ": ".join(lines[files[-1] : files[-1] + 2]) if files else node.format_node()

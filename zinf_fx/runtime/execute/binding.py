@@ -13,6 +13,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
+from zinf_fx.runtime.execute.anomaly import NanSearch, where_computed
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
 
@@ -32,12 +33,14 @@ class Here:
         gradients: those whose gradients are ordinary tensors (see [Note: plain gradients]); of them, `kept` stay as
             they are computed.
         followed: whether somebody is to know when the graph has used a parameter.
+        checked: whether gradients are searched for NaN.
     """
 
     tiles: frozenset[int]
     gradients: frozenset[int]
     kept: frozenset[int]
     followed: bool
+    checked: bool
 
 
 def bind(
@@ -62,6 +65,7 @@ def bind(
     bound = fx.Graph()
     run = bound.placeholder("run")
     arguments = bound.placeholder("arguments")
+    search = bound.call_function(NanSearch) if here.checked else None
     copies: dict[fx.Node, fx.Node] = {}
     last = {number: name for name, number in operators.items()}
     nbytes_of = Counter()  # what operators compute in the CPU's memory
@@ -89,6 +93,9 @@ def bind(
         elif node.target in ops.KINDS:
             tile = tiles[event.tile]
             alone = tile.ranks * tile.replicas == 1
+            if here.checked and event.kind == "reduce_scatter":
+                names = tuple(member.name for member in tile.members) or (tile.label,)
+                bound.call_method("check", (search, names, copies[node.args[1]]))
             if event.kind == "reduce_scatter" and (alone or event.tile in here.gradients):
                 copies[node] = copies[node.args[1]]
                 continue
@@ -138,6 +145,8 @@ def bind(
             copies[node] = bound.node_copy(node, copies.__getitem__)
             if type(node.target) is torch._ops.OpOverload:
                 copies[node].target = _called_directly(node.target)
+        if here.checked and number != HEAD and node in copies:
+            bound.call_method("note", (search, where_computed(node, number), copies[node]))
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run, nbytes_of[number]))
     return fx.GraphModule(module, bound, class_name=f"Planned{module.__class__.__name__}")

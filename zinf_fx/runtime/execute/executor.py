@@ -19,6 +19,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
+from zinf_fx.runtime.execute.anomaly import looks_for_nan
 from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
 from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
@@ -90,8 +91,7 @@ class Program(Stage):
         """`operators`: by the names of the nodes that compute, which operator they belong to. `tensor_ranks`: over
         which activations are divided. `left_alone`: the tiles whose gradients may be kept as they are computed, and
         the positions that these have among the results of backward. `regions`: by the names of the nodes that stand
-        for several operations, what computes them. `gradients`: of backward, by position among the results, the token
-        of the parameter whose gradient it is."""
+        for several operations, what computes them. `gradients`: by position among the results, whose they are."""
         super().__init__()
         self.plan = plan
         self.schedule = schedule = plan.graph(kind)
@@ -104,11 +104,9 @@ class Program(Stage):
             placeholders.index(token) if tile in used and token in placeholders else None
             for tile, token in enumerate(tokens)
         ]
-        self._gradients = {position: placeholders.index(token) for position, token in gradients.items()}
+        self._gradients = {result: placeholders.index(token) for result, token in gradients.items()}
         packs = module.graph.find_nodes(op="call_function", target=ops.pack)
-        self._packed = {
-            tokens.index(pack.name): [placeholders.index(token.name) for token in pack.args[0]] for pack in packs
-        }
+        self._packed = {tokens.index(pack.name): [placeholders.index(t.name) for t in pack.args[0]] for pack in packs}
         self.inputs = Inputs(schedule.tiles, positions, self._packed)
         leaving = module.graph.find_nodes(op="call_function", target=ops.offload_activation)
         devices = {n.meta[ops.EVENT].tile: n.args[0].meta["val"].device for n in leaving}
@@ -140,8 +138,9 @@ class Program(Stage):
             followed = {member for member in members if member.gradient.followed}
         if not same:
             EXECUTOR.staging.drop_staying()
-        if self._module is None or not same or self.is_followed != bool(followed):
-            self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, bool(followed))
+        checked = self.schedule.kind == "backward" and looks_for_nan()
+        if self._module is None or not same or (self._here.followed, self._here.checked) != (bool(followed), checked):
+            self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, bool(followed), checked)
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages, tiers)
@@ -157,26 +156,26 @@ class Program(Stage):
             if not self._order.is_common(storages, EXECUTOR.staging, run.gradients, self.successor is not None):
                 self._successor = None  # this run starts nothing for it
                 EXECUTOR.drop_anticipated()
-            results = run.with_returned(self._module(run, arguments), tokens)
+            results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
             if self.schedule.kind == "forward":  # no backward pass comes of it
                 for storage in followed:
                     storage.gradient.backward_ended()
             raise
-        run.end()
+        results = run.end(results, tokens)
         EXECUTOR.end(self)
         return results
 
-    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool) -> None:
+    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool, checked: bool) -> None:
         """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
-        `followed`: whether an optimizer steps in backward."""
+        `followed`: whether an optimizer steps in backward; `checked`: see `Here`."""
         in_place = {t: s for t, s in parameters.items() if s.in_place and s.ranks.shards == 1}
         alone = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
         plain = frozenset(tile for tile in alone if self.schedule.tiles[tile].rows is None)
-        kept = plain.intersection(self._left_alone)
-        kept = frozenset(tile for tile in kept if parameters[tile].placement.gradients == "device")
-        self._here = Here(frozenset(in_place), plain, kept, followed)
+        alone = plain.intersection(self._left_alone)
+        kept = frozenset(tile for tile in alone if parameters[tile].placement.gradients == "device")
+        self._here = Here(frozenset(in_place), plain, kept, followed, checked)
         if self._here not in self._bound:
             self._bound[self._here] = bind(*self._graph, self._here, self._packed, self._left_alone, self._regions)
         self._module = self._bound[self._here]
@@ -298,21 +297,13 @@ class Run:
             self.gradients = LeavingGradients(program.plan, self._tiles, storages, *known)
             self.copy_gradients = self.gradients.copy_gradients
 
-    def end(self) -> None:
-        """The graph has computed all."""
+    def end(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
+        """The graph has computed all. Returns as `LeavingGradients.end`."""
         if self.gradients is not None:
-            self.gradients.end()
+            results = self.gradients.end(results, tokens)
         for tile, nbytes in self._program.gathered:
             self._storages[tile].tiers.counters.gathered_bytes += nbytes
-
-    def with_returned(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
-        """The results of the graph, with gradients that torch.autograd.grad() is to return. `tokens`: by position among
-        the results, that of the parameter whose gradient it is."""
-        returned = {} if self.gradients is None else self.gradients.returned()
-        if not returned:
-            return results
-        found = {position: returned[id(token)] for position, token in tokens.items() if id(token) in returned}
-        return tuple(found.get(position, one) for position, one in enumerate(results))
+        return results
 
     def await_writes(self) -> None:
         """Before backward, until activations that left are on NVMe: what left last is needed first, and the plan has no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -172,16 +172,17 @@ class LeavingGradients:
             for consumer, parameters in consumed.items():
                 consumer.take_gradients(parameters)
 
-    def end(self) -> None:
-        """All have left."""
+    def end(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
+        """All have left. Returns the graph's results, with gradients that torch.autograd.grad() is to return: they have
+        come where those that are added to `grad` do, and whatever was there is there again. `tokens`: by position
+        among the results, that of the parameter whose gradient it is."""
         self._ahead.close()
-
-    def returned(self) -> dict[int, torch.Tensor | None]:
-        """By tokens' ids, the gradients that torch.autograd.grad() is to return. They have come where those that are
-        added to `grad` do, and whatever was there is there again."""
+        if not self._returning:
+            return results
         found = {token: parameter.grad for token, (parameter, _) in self._returning.items()}
         self._give_back_grads()
-        return found
+        returned = {position: found[id(token)] for position, token in tokens.items() if id(token) in found}
+        return tuple(returned.get(position, one) for position, one in enumerate(results))
 
     def _give_back_grads(self) -> None:
         for parameter, before in self._returning.values():
