@@ -36,9 +36,10 @@ def working_dtype(parameter: StoredTensor) -> torch.dtype:
             f"a tensor of shape {tuple(parameter.shape)} to optimize is a view of a stored tensor: pass the parameter"
         )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+        instead = "; torch.optim's step over complex ones where all states of the model live on the device"
         raise OptimizerError(
             f"a stored parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}: accepted are "
-            "float64, float32, bfloat16 and float16"
+            f"float64, float32, bfloat16 and float16{instead if parameter.dtype.is_complex else ''}"
         )
     return parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
 

@@ -12,6 +12,9 @@ import torch
 
 from zinf_fx.config import Config, Tier
 
+# Views whose values are computed when they are needed.
+LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
 
 class ViewStep(NamedTuple):
     """One operation to replay: its arguments after the tensor, and which of its results is meant (None: the only)."""
@@ -23,7 +26,9 @@ class ViewStep(NamedTuple):
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         result = self.op(value, *self.args, **dict(self.kwargs))
-        return result if self.index is None else result[self.index]
+        result = result if self.index is None else result[self.index]
+        # Below `__torch_dispatch__`, nobody looks whether values are those of a conjugate.
+        return result.resolve_conj().resolve_neg() if self.op in LAZY else result
 
 
 def replayed(views: Iterable[ViewStep], value: torch.Tensor) -> torch.Tensor:

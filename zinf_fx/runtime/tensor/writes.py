@@ -18,7 +18,7 @@ from zinf_fx.runtime.memory.heap import pass_through
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
 from zinf_fx.runtime.tensor.quantised import Quantised, quantised_bytes
-from zinf_fx.runtime.tensor.views import replayed
+from zinf_fx.runtime.tensor.views import LAZY, replayed
 
 aten = torch.ops.aten
 
@@ -140,6 +140,11 @@ def _check_writable(tensor: torch.Tensor, func: Any) -> None:
         raise StoredTensorError(
             f"{func} writes to {what}, of shape {tuple(tensor.shape)}, inside a compiled graph, where the write would "
             "be lost: move it out of the compiled region"
+        )
+    if any(step.op in LAZY for step in tensor.views):
+        raise StoredTensorError(
+            f"{func} writes to a conjugate of a stored tensor of shape {tuple(tensor.shape)}, which holds no value of "
+            "its own: write the conjugate of the value to the tensor itself, or clone() it first"
         )
     if any(step.op is aten._to_copy.default for step in tensor.views):
         raise StoredTensorError(
