@@ -67,6 +67,7 @@ NAMES: dict[str, str] = {
     "torch._C._swap_tensor_impl": "runtime/tensor/stored_tensor.py gives a parameter its stored twin's implementation",
     "torch._C._set_throw_on_mutable_data_ptr": "runtime/tensor/stored_tensor.py: nobody gets the address of no memory",
     "torch._dynamo.OptimizedModule": "backend.py waits for the first call of each",
+    "torch._dynamo.eval_frame._TorchDynamoContext": "backend.py asks its `_dynamic` whether all sizes are left open",
     "torch._dynamo.eval_frame.innermost_backend": "backend.py asks which backend a module is compiled with",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "backend.py refuses what DDP trains",
     "torch._C._will_engine_execute_node": "runtime/gradients/leaf.py asks whether backward is to accumulate a gradient",

@@ -40,6 +40,7 @@ from zinf_fx.frontend.given_paths import given_in, with_absolute_paths, working_
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.guards import drop_implied_guards, hold_shapes
+from zinf_fx.frontend.micro_batches import mark_batch
 from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
 from zinf_fx.frontend.quantising import tables_in
@@ -164,17 +165,23 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
     nothing of the code that it left to Python. Functions, and `module.compile()`, make no such wrapper."""
     if name == "_orig_mod" and isinstance(parent, OptimizedModule):
-        parent.register_forward_pre_hook(partial(_about_to_be_called, working_directory()))
+        before = partial(_about_to_be_called, working_directory())
+        parent.register_forward_pre_hook(before, with_kwargs=True)
         parent.register_forward_hook(_first_called)
 
 
-def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any) -> None:
+def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any, keywords: Any) -> None:
     """Before the first call of a compiled model: check what no graph of it can tell, that rules of placement are for
-    this model. `start`: the directory in which it was compiled. Raises: ConfigError."""
+    this model, and say which sizes are the batch's. `start`: the directory in which it was compiled.
+
+    Raises: ConfigError.
+    """
     if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
         return
     options = _options_of(optimized) or {}
     given_in(start, options)
+    if options.get("micro_batches", 1) != 1 and getattr(optimized.dynamo_ctx, "_dynamic", None):
+        mark_batch([arguments, keywords])
     placement = options.get("placement")
     if isinstance(placement, (Mapping, PlacementRules)):
         check_rules(Config(placement=placement), _parameters_of(optimized._orig_mod))

@@ -15,6 +15,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.config import Config
@@ -36,6 +37,15 @@ def batch_size(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Con
     if not _is_divided(inputs, config):
         return None
     return _batch_of(module.graph.find_nodes(op="placeholder"), inputs, config, config.micro_batches).size
+
+
+def mark_batch(arguments: Sequence[Any]) -> None:
+    """Have Dynamo, which leaves all sizes open, tell the batch's from others that are equal by chance: it takes equal
+    sizes of the first call for one. `arguments`: of that call."""
+    tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor) and one.dim()]
+    if len({len(one) for one in tensors}) == 1:
+        for one in tensors:
+            torch._dynamo.maybe_mark_dynamic(one, 0)
 
 
 def hold_sizes(inputs: Sequence[Any]) -> None:
@@ -212,8 +222,9 @@ def _batch_of(
         return _Batch(_expression(_first(node)), size, count, config.micro_batch_loss)
     raise ConfigError(
         f"micro_batches={count}: the sizes in the captured graph are fixed, so that it can't be told which of them are "
-        "the batch's: compile with torch.compile(model, backend='zinf', dynamic=True, options=...), or call "
-        "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step"
+        "the batch's: compile with torch.compile(model, backend='zinf', dynamic=True, options=...), or, also where "
+        "another size (of a feature, say) equals the batch's by chance, call torch._dynamo.maybe_mark_dynamic(x, 0) "
+        "for each tensor x of the batch before the first step"
     )
 
 
