@@ -300,3 +300,46 @@ def test_micro_batches_refuse_them(tmp_path: Path, kind: str, activations: str) 
     call = torch.compile(layers(KINDS[kind]), backend="zinf", dynamic=True, options=options)
     with pytest.raises(Exception, match="the model writes to a buffer"):
         call(torch.randn(6, WIDTH)).sum()
+
+
+class Overlapping(nn.Module):
+    """Writes to one of two inputs that may overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return (torch.tanh(self.linear(x.clone())) * y.clone()).sum()
+
+
+OVERLAPS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "columns": lambda: (lambda base: (base[:, :WIDTH], base[:, 2:]))(torch.ones(2, WIDTH + 2)),
+    "rows": lambda: (lambda base: (base[:2], base[1:]))(torch.ones(3, WIDTH)),
+    "transposed": lambda: (lambda base: (base, base.T))(torch.arange(1.0 * WIDTH * WIDTH).view(WIDTH, WIDTH) / 64),
+    "side by side": lambda: (lambda base: (base[:2], base[2:]))(torch.ones(4, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", ["columns", slow("rows"), "transposed", "side by side"])
+@pytest.mark.parametrize("one_line", [False, slow(True)])
+def test_inputs_that_overlap(tmp_path: Path, name: str, one_line: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Run uncompiled where they do, with a warning; and the same model is compiled where they don't."""
+    torch.manual_seed(0)
+    plain = Overlapping()
+    model, options = copy.deepcopy(plain), {"store": tmp_path, "placement": "nvme"}
+    if not one_line:
+        zinf_fx.offload(model, **options)
+    run = torch.compile(model, backend="zinf", options=options if one_line else None)
+    for kind in (name, name, "side by side"):
+        found = []
+        for call in (plain, run):
+            inputs = OVERLAPS[kind]()
+            loss = call(*inputs)
+            loss.backward()
+            found.append([loss.detach(), *inputs])
+        assert all(map(torch.equal, *found))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+    assert ("overlap in memory (L['x'] and L['y'])" in caplog.text) == (name != "side by side")

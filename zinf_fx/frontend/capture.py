@@ -18,11 +18,19 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
 from zinf_fx.config import Config
+from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.agreement import Agreement
 from zinf_fx.frontend.each_placement import placed, placement_of_all
 from zinf_fx.frontend.equal_values import replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
-from zinf_fx.frontend.graph_inputs import graph_inputs, origin_of, roles_of, unmoved_bytes, written_behind
+from zinf_fx.frontend.graph_inputs import (
+    graph_inputs,
+    origin_of,
+    roles_of,
+    sharing_memory,
+    unmoved_bytes,
+    written_behind,
+)
 from zinf_fx.frontend.local_inputs import taking_local, traced
 from zinf_fx.frontend.micro_batches import hold_sizes, of_one_micro_batch
 from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
@@ -127,16 +135,12 @@ class Capture:
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured)
-        with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
-            compiled = aot_module_simplified(
-                self._module,
-                traced(self._inputs),
-                fw_compiler=lambda module, inputs: self._bind(module, "forward"),
-                bw_compiler=lambda module, inputs: self._bind(module, "backward"),
-                inference_compiler=self._inference,
-                partition_fn=self._partition,
-                keep_inference_input_mutations=True,
-            )
+        try:
+            compiled = self._compiled()
+        except RuntimeError as error:
+            if not (self._compiles and _is_of_overlap(error)):
+                raise
+            return self._uncompiled(error)
         self._together.compare()
         self._inputs = []  # all is planned by now, and the model may die before its compiled code
 
@@ -159,6 +163,33 @@ class Capture:
             return results
 
         return call
+
+    def _compiled(self) -> Callable[..., Any]:
+        with taking_local(self._module, self._inputs), refusing_lost_writes(self._module, self._inputs):
+            return aot_module_simplified(
+                self._module,
+                traced(self._inputs),
+                fw_compiler=lambda module, inputs: self._bind(module, "forward"),
+                bw_compiler=lambda module, inputs: self._bind(module, "backward"),
+                inference_compiler=self._inference,
+                partition_fn=self._partition,
+                keep_inference_input_mutations=True,
+            )
+
+    def _uncompiled(self, reason: RuntimeError) -> Callable[..., Any]:
+        """The graph as it was captured, which eager code runs over stored parameters: each operation gathers what it
+        takes. Raises: ConfigError where the batch is to be divided."""
+        names = " and ".join(sharing_memory(self._inputs))
+        found = f"the model writes to inputs that overlap in memory ({names})"
+        if self.holds_sizes:
+            raise ConfigError(f"{found}, and can't be divided into micro-batches: call it with copies") from reason
+        log.warning(
+            "%s, and AOTAutograd captures no such graph with stored parameters: it runs uncompiled, and each operation "
+            "gathers the parameters it uses. Call it with copies of these inputs to have it planned",
+            found,
+        )
+        module, self._inputs = self._module, []
+        return module.forward
 
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **arguments: Any
@@ -336,6 +367,12 @@ class Capture:
         run = torch.compiler.disable(lambda arguments: program(arguments))
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
+
+
+def _is_of_overlap(error: RuntimeError) -> bool:
+    """Whether AOTAutograd refuses a graph that writes to one of several inputs that overlap: with ordinary parameters,
+    it would make views of one input of them."""
+    return "aliased inputs that are mutated" in str(error)
 
 
 class _Captured(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,6 +99,17 @@ def unmoved_bytes(inputs: Sequence[GraphInput]) -> int:
     """Bytes of the inputs that are the model's own and not stored: buffers, and parameters that stay in memory."""
     own = [one.taken for one in inputs if not one.comes_with_call and not one.is_stored]
     return sum(bytes_in_memory(one) for one in own if isinstance(one, torch.Tensor))
+
+
+def sharing_memory(inputs: Sequence[GraphInput]) -> list[str]:
+    """The names of the ordinary tensors among the inputs that share memory with others."""
+    owners = {
+        one.name: one.given.untyped_storage()._cdata
+        for one in inputs
+        if isinstance(one.given, torch.Tensor) and not hasattr(one.given, "__tensor_flatten__")
+    }
+    often = Counter(owners.values())
+    return [name for name, owner in owners.items() if often[owner] > 1]
 
 
 def bytes_in_memory(tensor: torch.Tensor) -> int:
