@@ -162,6 +162,40 @@ def test_a_rank_that_skips_a_frozen_tower(placement: str):
             assert "a part that one rank skips" in error
 
 
+class Experts(torch.nn.Module):
+    """Of which a call trains those that get tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        return torch.stack([self.experts[number](x).square().mean() for number in which]).sum()
+
+
+def starves_an_expert(rank: int, placement: str, compiled: bool) -> str:
+    """The error on this rank, whose tokens go to other experts of the same shape than those of the other one."""
+    model = zinf_fx.offload(Experts(), placement=placement, collective_timeout=SOON)
+    run = torch.compile(model, backend="zinf") if compiled else model
+    x = torch.ones(2 + rank, 16)
+    try:
+        run(x, [0, 1, 2]).backward()
+        run(x, [0, 1] if rank else [0, 2]).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("placement", "compiled"), [("zero-3", True), ("zero-2", True), ("dp", True), ("zero-2", False), ("dp", False)]
+)
+def test_ranks_whose_tokens_go_to_different_experts_are_told_so(placement: str, compiled: bool):
+    for error in on_ranks(2, starves_an_expert, placement, compiled):
+        assert error.startswith("RanksError: ranks disagree")
+        assert "on rank 0" in error or "rank 0: " in error
+        assert "experts.1" in error and "experts.2" in error
+
+
 def goes_apart(rank: int, how: str) -> str:
     """The error on this rank, which does something else than the other one."""
     model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=SOON)

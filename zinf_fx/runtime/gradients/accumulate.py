@@ -219,6 +219,8 @@ def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     is to be now."""
     name = f"a parameter of shape {tuple(parameter.shape)}"
     with _unreduced_taken(parameter) as before:
+        if is_reduced_now(parameter):  # ranks may have called other parts of the model
+            parameter.storage.share.ranks.meet(f"the reduction of the gradient of {parameter.storage.name}")
         accumulate_gradient(parameter, reduction_of(parameter, 0, gradient, name, before))
 
 
