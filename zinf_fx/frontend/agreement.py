@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,9 +23,6 @@ from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.tensor.tensor_parallel import of_first, resolved, tensor_ranks
-from zinf_fx.sizes import in_words
-
-log = logging.getLogger("zinf_fx")
 
 
 class Agreement:
@@ -72,9 +68,9 @@ class Agreement:
             self._ranks.agreed[key] = of_first(self._config, given, measure(), "measured rates")
         return self._ranks.agreed[key]
 
-    def with_reserved(self, context: GraphContext, plan: Callable[[], int]) -> GraphContext:
-        """The context, with what the budget leaves for the activations of any of the ranks, whose batches may have
-        other sizes: as many as they have in the first graph of these parameters, which all of them compile together.
+    def with_room(self, context: GraphContext, plan: Callable[[], int]) -> GraphContext:
+        """The context of a joint graph, with what the budget leaves for the activations of every rank, whose batches
+        may have other sizes: the most that one has in the first graph of these parameters, which all compile together.
 
         `plan`: plans the graph as this rank would, and returns the bytes of its activations.
 
@@ -96,17 +92,7 @@ class Agreement:
                 if isinstance(found, str):
                     raise BudgetError(found if rank == self._ranks.rank else f"rank {rank}: {found}")
             self._ranks.agreed[key] = max(by_rank)
-        return replace(context, reserved=self._ranks.agreed[key])
-
-    def warn_of_larger(self, context: GraphContext) -> None:
-        """Say so where a graph's activations are more than what the ranks have agreed on."""
-        if context.reserved is not None and context.kept > context.reserved:
-            log.warning(
-                f"a batch's activations take {in_words(context.kept)} of the device's memory, and the ranks divide "
-                f"device_memory for {in_words(context.reserved)}, the most of any rank's first batch: "
-                f"{in_words(context.kept - context.reserved)} more than device_memory may be in use. Begin with the "
-                "largest batch that comes"
-            )
+        return replace(context, kept=self._ranks.agreed[key])
 
     def note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
         """Those that ranks of tensor parallelism start in this order."""

@@ -252,9 +252,8 @@ class Capture:
                     (_, planned) = plan_training(copied_module(module), joint_inputs, context, **arguments)[1]
                     return planned.kept
 
-                agreed = context if given else self._together.with_reserved(context, kept)
-                planned = plan(module, joint_inputs, agreed, *following, **arguments)
-                self._together.warn_of_larger(planned[1][1])
+                context = context if given else self._together.with_room(context, kept)
+                planned = plan(module, joint_inputs, context, *following, **arguments)
         graphs = [(module.graph, context) for module, context in planned]
         for graph, context in graphs:
             self._together.note_collectives(graph, context)

@@ -61,7 +61,7 @@ from zinf_fx.plan.packs import has_own_memory, pack_limit
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Operator
 from zinf_fx.plan.spec import check_schedule
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, in_words
 
 log = logging.getLogger(__name__)
 
@@ -187,12 +187,18 @@ def divided_training(
     leaving, kept = saved_activations(
         forward.graph, arguments["num_fwd_outputs"], context.config.activation_tier, context.tensor_ranks
     )
+    if 0 < context.kept < kept:
+        log.warning(
+            f"a batch's activations take {in_words(kept)} of the device's memory, and the ranks divide device_memory "
+            f"for {in_words(context.kept)}, the most of any rank's first batch: {in_words(kept - context.kept)} more "
+            "than device_memory may be in use. Begin with the largest batch that comes"
+        )
     context = replace(
         context,
         kind="backward",
         backward_outputs=0,
         provided=frozenset({"gradients_reduced"}),
-        kept=kept,
+        kept=context.kept or kept,
         tile_limit=tile_limit,
         choices=choices,
     )
@@ -233,7 +239,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
         plan = plan_of(graphs)
         check_schedule(plan.graphs)
         check_buffers(plan)
-        over = over_budget_by(plan if (reserved := graphs[-1][1].reserved) is None else replace(plan, kept=reserved))
+        over = over_budget_by(plan)
         if over <= 0:
             break
         if not left:

@@ -1,11 +1,11 @@
 """Ranks see that all of them ask for the same collective before it begins, and what others do when one doesn't come.
 
 [Note: meetings]
-Graphs are the same on all ranks, and compared before they run. What code outside of them asks for (the value of a
-partitioned tensor, an agreement) may be asked for by one rank alone: `if rank == 0: torch.save(model.state_dict())`.
-Started as it is, such a collective meets another one of the other ranks, and buffers of different lengths end the
-process. So ranks meet first, in torch.distributed's store: there, what each asks for is compared by name, and no
-collective is left behind in a process group when they differ.
+The collectives of graphs are compared before these run: see [Note: order]. What code outside of them asks for (the
+value of a partitioned tensor, an agreement) may be asked for by one rank alone: `if rank == 0:
+torch.save(model.state_dict())`. Started as it is, such a collective meets another one of the other ranks, and buffers
+of different lengths end the process. So ranks meet first, in torch.distributed's store: there, what each asks for is
+compared by name, and no collective is left behind in a process group when they differ.
 
 A rank that waits for long says so in the store, with the number of collectives that it has started. One that waits in a
 meeting for a rank that waits for a collective which the first has not started, waits for ever: both know it then. One

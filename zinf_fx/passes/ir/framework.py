@@ -73,8 +73,8 @@ class GraphContext:
         divided: by token, the tiles of each parameter that has several, in the order of their rows.
         undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
         staying: tiles that are in memory throughout: from a use before the graph to one after it.
-        kept: bytes of activations that stay on the device from forward to backward.
-        reserved: bytes that the budget leaves for these, on every rank; None: as many as there are.
+        kept: bytes of activations that stay on the device from forward to backward; joint: what several ranks have
+            agreed to leave for these, 0 where they have not.
         unmoved: bytes of buffers, and of parameters that are not stored, which are on the device throughout.
         written: by token, how often forward, or inference, writes to the parameter.
         tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
@@ -97,7 +97,6 @@ class GraphContext:
     undivided: Mapping[str, str] = field(default_factory=dict)
     staying: tuple[int, ...] = ()
     kept: int = 0
-    reserved: int | None = None
     unmoved: int = 0
     written: Mapping[str, int] = field(default_factory=dict)
     tensor_ranks: int = 1
@@ -120,8 +119,7 @@ class GraphContext:
     def limit(self) -> int | None:
         """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
         device, host = self.config.device_memory, self.config.host_memory
-        kept = self.kept if self.reserved is None else self.reserved
-        limits = [device - self.unmoved - kept - self.living_on_device.total] if device is not None else []
+        limits = [device - self.unmoved - self.kept - self.living_on_device.total] if device is not None else []
         return min([*limits, host - self.living.total] if host is not None else limits, default=None)
 
     @property
