@@ -40,26 +40,6 @@ def test_plans_that_differ_are_refused_on_every_rank_before_the_first_step():
         assert kind == "RanksError" and "disagree about the plan" in text and "rank 1: " in text
 
 
-def one_recompiles(rank: int) -> tuple[str, str, float]:
-    """The second rank gets a batch of another shape, and compiles again."""
-    model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=SOON)
-    run = torch.compile(model, backend="zinf", dynamic=False)
-    ((tokens, targets),) = next(training.batches(1, rank, 1))
-    run(tokens, targets).backward()
-    length = 8 if rank else 16
-    return first_error(lambda: run(tokens[:, :length], targets[:, :length]).backward())
-
-
-@pytest.mark.slow
-def test_a_recompilation_on_one_rank_only_is_an_error_on_all():
-    (kind, text, _), (other, compared, seconds) = on_ranks(2, one_recompiles)
-    assert kind == other == "RanksError"
-    for said in (text, compared):
-        assert "rank 0 for all-gather of tokens.weight and 13 others to begin there" in said
-        assert "rank 1 of 2 for the others to come to comparison of the plan of a graph" in said
-    assert seconds < 10 * SOON
-
-
 def one_ends(rank: int) -> tuple[str, str, float]:
     """The second rank is killed between two steps."""
     model = zinf_fx.offload(training.model(), placement="infinity-nvme", collective_timeout=SOON)
