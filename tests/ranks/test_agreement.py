@@ -7,7 +7,6 @@ import signal
 import time
 from unittest import mock
 
-import pytest
 import torch
 from ranks import training
 from ranks.launching import on_ranks
