@@ -15,7 +15,8 @@ from gate import slow
 from torch import nn
 
 import zinf_fx
-from zinf_fx.config import Config, cache_directory
+from zinf_fx.config import Config
+from zinf_fx.environment import cache_directory
 from zinf_fx.errors import ConfigError
 from zinf_fx.runtime.disk.store import Store
 

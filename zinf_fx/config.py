@@ -6,14 +6,22 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from zinf_fx.environment import STORE, cache_directory, seen_in
 from zinf_fx.errors import ConfigError
-from zinf_fx.placement import Placement, PlacementRules, Stage, Tier, parsed_placement
+from zinf_fx.placement import (
+    Placement,
+    PlacementRules,
+    Stage,
+    Tier,
+    check_patterns,
+    first_match,
+    parsed_placement,
+)
 
 if TYPE_CHECKING:  # it takes seconds to import, and few options need it
     import torch
@@ -24,6 +32,7 @@ Positive = Annotated[int, 1]
 Activations = Literal["keep", "recompute", "offload", "auto"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 FrozenDtype = Literal["int8", "fp8", "fp8_block", "nf4", "mxfp4"]
+FrozenPatterns = tuple[tuple[str, FrozenDtype | None], ...]
 Compute = Literal["auto", "eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
@@ -98,36 +107,10 @@ def shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-_STORE, _CACHE = "ZINF_STORE", "XDG_CACHE_HOME"
-
-
-@cache
-def _seen_in(variable: str, value: str) -> str:
-    """The working directory in which this value of a variable of the environment was first seen: what is relative in it
-    is meant from there, wherever the program goes later."""
-    return os.getcwd()
-
-
-with contextlib.suppress(FileNotFoundError):  # the directory is gone: an error says so once it is needed
-    for _variable in filter(os.environ.get, (_STORE, _CACHE)):
-        _seen_in(_variable, os.environ[_variable])
-
-
-def cache_directory() -> Path:
-    """Where this user's programs keep what they can make anew; below the root for a user without a home."""
-    if configured := os.environ.get(_CACHE):
-        return Path(_seen_in(_CACHE, configured), configured) / "zinf_fx"
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path("/")
-    return Path("/", home, ".cache", "zinf_fx")
-
-
 def _default_store() -> Path | tuple[Path, ...]:
-    if configured := os.environ.get(_STORE):
+    if configured := os.environ.get(STORE):
         given = configured.split(os.pathsep) if os.pathsep in configured else configured
-        return _parse_store(given, lambda: _seen_in(_STORE, configured))
+        return _parse_store(given, lambda: seen_in(STORE, configured))
     return cache_directory()
 
 
@@ -229,7 +212,8 @@ class Config(RankOptions):
             one scale per 64 values), or "mxfp4" (OCP Microscaling Formats: e2m1, one power of two per 32 values). The
             graph makes values of them where it uses them. Embedding tables, and matrices with rows of less than 64
             values, stay as they are. `zinf_fx.offloading` freezes the matrices that it quantises. None: as they are,
-            or come: `load_safetensors` keeps what is published in a format.
+            or come: `load_safetensors` keeps what is published in a format. A list of patterns of qualified names with
+            these, as [("lm_head.*", None), ("*", "nf4")]: of which the first that matches decides.
         activations: "keep": what eager PyTorch saves; "recompute": backward computes them again from a few checkpoints,
             chosen for the least peak; a number: from a checkpoint before every so many layers (ZeRO-Infinity,
             equation 3: ci); "offload": what eager PyTorch saves leaves the device; "auto": each is kept, recomputed or
@@ -267,7 +251,7 @@ class Config(RankOptions):
     chunk: Annotated[int, LEAST_CHUNK] = 32 << 20
     tile: Positive | Literal["auto"] | None = "auto"
     pack: Positive | Literal["auto"] | None = "auto"
-    frozen_dtype: FrozenDtype | None = None
+    frozen_dtype: FrozenDtype | FrozenPatterns | None = None
     activations: Activations | Positive = "keep"
     partition_activations: bool = False
     compute: Compute = "auto"
@@ -295,7 +279,11 @@ class Config(RankOptions):
             self._check(name, (True, False))
         if type(self.activations) is not int or self.activations < 1:
             self._check("activations", ACTIVATIONS, "the number of layers between two checkpoints")
-        self._check("frozen_dtype", (None, *get_args(FrozenDtype)))
+        if isinstance(self.frozen_dtype, (list, tuple)):
+            set_field("frozen_dtype", _parse_frozen_patterns(self.frozen_dtype))
+        else:
+            patterns = "a list of patterns of names with these, such as [('lm_head.*', None), ('*', 'nf4')]"
+            self._check("frozen_dtype", (None, *get_args(FrozenDtype)), patterns)
         self._check("compute", get_args(Compute))
         if type(self.micro_batches) is not int or not 1 <= self.micro_batches <= LARGEST:
             self._check("micro_batches", ("auto",), "a whole number of at least 1")
@@ -318,7 +306,21 @@ class Config(RankOptions):
     def store_is_default(self) -> bool:
         """Whether the store is the default folder, which is made on demand. One that the user names must exist, so that
         a typing error is noticed."""
-        return not os.environ.get("ZINF_STORE") and self.store == _default_store()
+        return not os.environ.get(STORE) and self.store == _default_store()
+
+    def frozen_dtype_of(self, name: str) -> FrozenDtype | None:
+        """The format of a frozen matrix of this name. Raises: ConfigError where no pattern matches it."""
+        if isinstance(self.frozen_dtype, tuple):
+            return first_match("frozen_dtype", self.frozen_dtype, name, value="format")
+        return self.frozen_dtype
+
+    def check_names(self, names: Collection[str], others: Collection[str] = ()) -> None:
+        """Check that patterns of names are for a model whose parameters have these, and `others`, where they are tied.
+        Raises: ConfigError."""
+        if isinstance(self.placement, PlacementRules):
+            self.placement.check_model(names)
+        if isinstance(self.frozen_dtype, tuple):
+            check_patterns("frozen_dtype", self.frozen_dtype, names, "format", others)
 
     @property
     def in_groups(self) -> bool:
@@ -385,6 +387,23 @@ def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | 
     if len({*paths}) < len(paths):
         raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
     return paths if len(paths) > 1 else paths[0]
+
+
+def _parse_frozen_patterns(value: Sequence[object]) -> FrozenPatterns:
+    if not value or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in value):
+        raise ConfigError(
+            f"frozen_dtype={shortened(value)} is not accepted; accepted: a format, or a list of patterns of names with "
+            "formats, such as [('lm_head.*', None), ('*', 'nf4')]"
+        )
+    for pattern, form in value:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"frozen_dtype has the pattern {pattern!r}, which is no text")
+        if form not in (None, *get_args(FrozenDtype)):
+            raise ConfigError(
+                f"frozen_dtype has {shortened(form)} for {pattern!r}; accepted: None, "
+                f"{', '.join(map(repr, get_args(FrozenDtype)))}"
+            )
+    return tuple((pattern, form) for pattern, form in value)
 
 
 def _parse_placement(value: object) -> Placement | PlacementRules | Literal["auto"]:

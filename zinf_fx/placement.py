@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from zinf_fx.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds to import
     import torch
+
+T = TypeVar("T")
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -109,23 +111,15 @@ class PlacementRules:
         """
         for state in CHOSEN:
             rule = getattr(self, state)
-            if isinstance(rule, str) or callable(rule):
-                continue
-            for name in names:
-                _first_match(state, rule, name, names)
-            for pattern, _ in rule:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ConfigError(
-                        f"placement of {state} has the pattern {pattern!r}, which matches no parameter of the model. "
-                        f"{_shown(names)}"
-                    )
+            if not isinstance(rule, str) and not callable(rule):
+                check_patterns(f"placement of {state}", rule, names)
 
     def _tier(self, state: str, name: str, parameter: torch.Tensor) -> Tier:
         rule = getattr(self, state)
         if isinstance(rule, str):
             return rule
         if not callable(rule):
-            return _first_match(state, rule, name)
+            return first_match(f"placement of {state}", rule, name)
         tier = rule(name, parameter)
         if tier not in TIERS:
             raise ConfigError(
@@ -198,14 +192,38 @@ def _parsed_rule(state: str, given: object) -> Patterns | Chooser:
     return tuple((pattern, tier) for pattern, tier in given)
 
 
-def _first_match(state: str, patterns: Patterns, name: str, names: Collection[str] = ()) -> Tier:
-    for pattern, tier in patterns:
+def check_patterns(
+    what: str,
+    patterns: Sequence[tuple[str, object]],
+    names: Collection[str],
+    value: str = "tier",
+    others: Collection[str] = (),
+) -> None:
+    """Check that patterns are for a model of which all parameters have these names, and `others`, where they are tied.
+    `what` has the patterns; `value`: what they give, in a word.
+
+    Raises: ConfigError for a name that no pattern matches, and for a pattern that matches no name.
+    """
+    for name in names:
+        first_match(what, patterns, name, names, value)
+    for pattern, _ in patterns:
+        if not any(fnmatchcase(name, pattern) for name in (*names, *others)):
+            raise ConfigError(
+                f"{what} has the pattern {pattern!r}, which matches no parameter of the model. {_shown(names)}"
+            )
+
+
+def first_match(
+    what: str, patterns: Sequence[tuple[str, T]], name: str, names: Collection[str] = (), value: str = "tier"
+) -> T:
+    """What stands beside the first pattern that matches a name. Raises: ConfigError where none does."""
+    for pattern, found in patterns:
         if fnmatchcase(name, pattern):
-            return tier
+            return found
     tried = ", ".join(repr(pattern) for pattern, _ in patterns)
     raise ConfigError(
-        f"placement of {state} says nothing of parameter '{name}', which none of its patterns {tried} matches: add "
-        f"('*', tier) as the last one, for all others. {_shown(names)}".rstrip()
+        f"{what} says nothing of parameter '{name}', which none of its patterns {tried} matches: add "
+        f"('*', {value}) as the last one, for all others. {_shown(names)}".rstrip()
     )
 
 

@@ -366,7 +366,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     moves.add_argument("--prefetch", metavar="A,U,F", help="operators ahead: all-gather, upload, fetch; or none")
     moves.add_argument("--no-residency", action="store_true", help="move tiles for every use, whatever room there is")
     moves.add_argument(
-        "--frozen-dtype", choices=get_args(FrozenDtype), help="format of frozen matrices (default: as they are)"
+        "--frozen-dtype",
+        help=f"format of frozen matrices (default: as they are): {', '.join(get_args(FrozenDtype))}; by patterns of "
+        "names, as 'lm_head.*:none;*:nf4'",
     )
     _add_states(moves)
     memory = parser.add_argument_group("memory")

@@ -103,6 +103,13 @@ def _placement(text: str) -> str | dict[str, object]:
     return found
 
 
+def _frozen(text: str) -> str | list[tuple[str, str | None]]:
+    if ":" not in text:
+        return text
+    rules = (rule.rpartition(":") for rule in text.split(";"))
+    return [(pattern, None if form == "none" else form) for pattern, _, form in rules]
+
+
 def _prefetch(text: str) -> tuple[int, ...] | None:
     if text == "none":
         return None
@@ -125,7 +132,7 @@ _READ: dict[str, Callable[[str], object]] = {
     "host_memory": str,
     "tile": lambda text: None if text == "none" else text,
     "pack": lambda text: None if text == "none" else text,
-    "frozen_dtype": str,
+    "frozen_dtype": _frozen,
     "compute": str,
     "micro_batches": _number_or_word,
     "micro_batch_group": _number_or_word,

@@ -31,6 +31,7 @@ from zinf_fx.frontend.each_placement import (
     check_not_contradicted,
     check_rules,
     check_stage,
+    kept_from_quantising,
     options_of_states,
     placed,
     placement_of_all,
@@ -182,9 +183,9 @@ def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any, 
     given_in(start, options)
     if options.get("micro_batches", 1) != 1 and getattr(optimized.dynamo_ctx, "_dynamic", None):
         mark_batch([arguments, keywords])
-    placement = options.get("placement")
-    if isinstance(placement, (Mapping, PlacementRules)):
-        check_rules(Config(placement=placement), _parameters_of(optimized._orig_mod))
+    rules = {name: options[name] for name in ("placement", "frozen_dtype") if name in options}
+    if isinstance(rules.get("placement"), (Mapping, PlacementRules)) or isinstance(rules.get("frozen_dtype"), list):
+        check_rules(Config.of(None, rules), _parameters_of(optimized._orig_mod), optimized._orig_mod)
     _remove(optimized._forward_pre_hooks, _about_to_be_called)
 
 
@@ -230,7 +231,8 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     config = Config.of(None, options_with(plans, options))
     if _in_ddp(config, model):
         return
-    ranks, parameters, tables = Ranks.of(config), list(rest.values()), tables_of(model.modules())
+    ranks, parameters = Ranks.of(config), list(rest.values())
+    tables = tables_of(model.modules()) | kept_from_quantising(config, rest)
     if config.placement == "auto" and ranks.size == 1:
         sizes = sizes_of(parameters, config, ranks.groups, tables)
         alone = by_rule_here(config, parameters, ranks.groups, sizes, "no captured graph uses them")
@@ -241,7 +243,8 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     if stored:
         like = next(iter(stored.values())).base.config
         placement = placement_of_all(stored) if config.placement == "auto" else config.placement
-        offload_parameters(rest, placed(like, placement), tables)
+        asked = {name: getattr(config, name) for name in ("frozen_dtype",) if name in options}
+        offload_parameters(rest, Config.of(placed(like, placement), asked), tables)
         log.info(
             "%d parameters, %s, that no captured graph uses are stored too: %s", len(rest), nbytes, ", ".join(rest)
         )

@@ -248,9 +248,10 @@ def _check_formats(
     config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile | Published], path: Path
 ) -> None:
     """Raises: ConfigError for a `frozen_dtype` that is not the format of what is quantised in the files."""
-    formats = {_format_of(found[name]) for name in parameters if name in found} - {None}
-    if config.frozen_dtype is not None and formats != {config.frozen_dtype}:
-        has = ", ".join(sorted(formats)) or "not quantised"
+    by_name = {name: form for name in parameters if name in found and (form := _format_of(found[name])) is not None}
+    agree = bool(by_name) and all(config.frozen_dtype_of(name) == form for name, form in by_name.items())
+    if config.frozen_dtype is not None and not agree:
+        has = ", ".join(sorted({*by_name.values()})) or "not quantised"
         raise ConfigError(
             f"attach_base() reads what is in {path} as it is, which is {has}, and frozen_dtype is "
             f"'{config.frozen_dtype}': leave it out, or load the files into a model that is offloaded with it, and "

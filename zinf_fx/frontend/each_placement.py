@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from zinf_fx.config import Config, RankOptions
+from zinf_fx.checkpoint.naming import by_plain_name
+from zinf_fx.config import Config, FrozenDtype, RankOptions
 from zinf_fx.errors import ConfigError
 from zinf_fx.placement import Placement, PlacementRules, in_common
 from zinf_fx.runtime.ranks import Ranks
@@ -24,21 +25,30 @@ def placed(config: Config, placement: Placement | PlacementRules | None) -> Conf
 
 
 def configs_of(config: Config, parameters: Mapping[str, torch.Tensor]) -> dict[str, Config]:
-    """By name, the options of each of some parameters, with the placement that is for it; equal ones are one object.
+    """By name, the options of each of some parameters, with the placement and the format that are for it; equal ones
+    are one object.
 
     Raises: ConfigError for a parameter that the rules say nothing of, or that many ranks can't have there.
     """
-    if not isinstance(config.placement, PlacementRules):
+    if not isinstance(config.placement, PlacementRules) and not isinstance(config.frozen_dtype, tuple):
         return dict.fromkeys(parameters, config)
-    made: dict[Placement, Config] = {}
+    made: dict[tuple[Placement | str, FrozenDtype | None], Config] = {}
     found = {}
     for name, parameter in parameters.items():
-        placement = config.placement.of(name, parameter)
-        if placement not in made:
-            made[placement] = placed(config, placement)
-            check_stage(made[placement])
-        found[name] = made[placement]
+        placement = config.placement if config.placement == "auto" else config.placement.of(name, parameter)
+        own = placement, config.frozen_dtype_of(name)
+        if own not in made:
+            made[own] = Config.of(config, dict(zip(("placement", "frozen_dtype"), own, strict=True)))
+            check_stage(made[own])
+        found[name] = made[own]
     return found
+
+
+def kept_from_quantising(config: Config, parameters: Mapping[str, torch.Tensor]) -> set[int]:
+    """The ids of parameters, by name, for which patterns have no format. Raises: ConfigError."""
+    if not isinstance(config.frozen_dtype, tuple):
+        return set()
+    return {id(one) for name, one in parameters.items() if config.frozen_dtype_of(name) is None}
 
 
 def check_stage(config: Config) -> None:
@@ -53,10 +63,10 @@ def check_stage(config: Config) -> None:
         )
 
 
-def check_rules(config: Config, parameters: Mapping[str, torch.Tensor]) -> None:
+def check_rules(config: Config, parameters: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
     """Check that rules are for the model that has these parameters, and no others. Raises: ConfigError."""
-    if isinstance(config.placement, PlacementRules):
-        config.placement.check_model(parameters)
+    tied = by_plain_name(model, model.named_parameters(remove_duplicate=False))
+    config.check_names(parameters, tied)
 
 
 def options_of_states(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
@@ -81,6 +91,7 @@ def check_not_contradicted(
     for name, one in stored.items():
         for option in sorted(given):
             asked, found = getattr(requested, option), getattr(one.base.config, option)
+            asked = requested.frozen_dtype_of(name) if option == "frozen_dtype" else asked
             if contradicted_by(requested, name, one) if option == "placement" else asked not in ("auto", found):
                 raise ConfigError(
                     f"{option}={asked} was asked for, but parameter '{name}' was offloaded with {found}: {hint}"

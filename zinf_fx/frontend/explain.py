@@ -29,6 +29,7 @@ from zinf_fx.frontend.each_placement import (
     check_not_contradicted,
     check_rules,
     configs_of,
+    kept_from_quantising,
     options_given,
     options_of_states,
     placement_of_all,
@@ -187,7 +188,8 @@ def plan_model(
         decision = None
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
-            tables = tables_of(model.modules())
+            named = by_plain_name(model, model.named_parameters())
+            tables = tables_of(model.modules()) | kept_from_quantising(in_force, named)
             decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
@@ -240,7 +242,7 @@ def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     """A copy of `model` for planning. Tied parameters stay tied, and nothing of it is on the meta device."""
     memo: dict[int, Any] = {}
     parameters, tables = by_plain_name(model, model.named_parameters()), tables_of(model.modules())
-    check_rules(config, parameters)
+    check_rules(config, parameters, model)
     configs = configs_of(config, parameters)
     for name, parameter in parameters.items():
         memo[id(parameter)] = abstract_parameter(parameter, f"parameter '{name}'", configs[name], tables)

@@ -22,6 +22,7 @@ from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import placed_by_rule
+from zinf_fx.frontend.built_names import BuiltNames
 from zinf_fx.frontend.composed import Composed
 from zinf_fx.frontend.converting import Converting
 from zinf_fx.frontend.each_placement import (
@@ -29,6 +30,7 @@ from zinf_fx.frontend.each_placement import (
     check_rules,
     check_stage,
     configs_of,
+    kept_from_quantising,
     options_given,
     stored_among,
 )
@@ -91,7 +93,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     config = Config.of(config, fields)
     check_not_sharded(model)
     present = by_plain_name(model, model.named_parameters())
-    check_rules(config, present)
+    check_rules(config, present, model)
     hint = "what is stored keeps its options, so give the same ones, or offload an ordinary model"
     check_not_contradicted(config, given, stored_among(present.items()), hint)
     composed = Composed(present)
@@ -100,7 +102,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | annotated
     note_layouts(ordinary)
     parameters = ordinary | composed.parts
-    tables = tables_of(model.modules())
+    tables = tables_of(model.modules()) | kept_from_quantising(config, ordinary | composed.whole)
     config = decided(config, list(parameters.values()), tables=tables)
     configs = configs_of(config, ordinary | composed.whole)
     configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}
@@ -140,6 +142,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
     staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
     current: weakref.ref[torch.nn.Module] | None = None
+    names = BuiltNames()
     mapped = MappedFiles(_MAPPED_AT_ONCE, config.stores[0])
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -156,12 +159,13 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             keep_layout(module)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
-            store(parameter, loaded=True)
+            store(parameter, names.of(module, name))
             mapped.trim()
         else:
             present.append(weakref.ref(parameter))
 
     def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        names.add(parent, name, module)
         for parameter in module.parameters() if module is not None else ():
             store(parameter)
         present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
@@ -171,7 +175,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
             if (parameter := present.pop()()) is not None:
                 store(parameter)
 
-    def store(parameter: torch.nn.Parameter, loaded: bool = False) -> None:
+    def store(parameter: torch.nn.Parameter, loaded_as: str | None = None) -> None:
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
         if stays(parameter) and not has_annotated_codes(parameter):
@@ -181,12 +185,15 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         check_ranks(config, [parameter])
         table = tables.pop(id(parameter), None)  # converting a module refuses parameters that anybody holds weakly
         is_looked_up = table is not None and table() is parameter
+        own = config
         if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
-            parameter.requires_grad_(False)
-        form = form_of(parameter, config, {id(parameter)} if is_looked_up else ())
-        twins = _all_reserved({"": parameter}, {"": form}, tiers, {"": config}, owners)
+            own = names.config_of(config, loaded_as, parameter.shape)
+            if own.frozen_dtype is not None:
+                parameter.requires_grad_(False)
+        form = form_of(parameter, own, {id(parameter)} if is_looked_up else ())
+        twins = _all_reserved({"": parameter}, {"": form}, tiers, {"": own}, owners)
         # The twin gets the memory of `parameter`, and must not be kept.
-        replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded else None))
+        replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded_as else None))
         pass_through(parameter.nbytes)
         if isinstance(parameter, StoredTensor):  # not a DTensor, whose local tensor isn't moved
             keys.add(parameter.storage.key)
@@ -203,6 +210,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         leave()
         tiers.drain()
         bring_together(_stored_in(_living(modules), keys))
+        names.check(config, _living(modules))
         stay = _living(staying.values())
         note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(stay, start=1)})
     finally:
@@ -238,9 +246,9 @@ def offload_parameters(
     for name, parameter in parameters.items():
         check_storable(parameter, f"parameter '{name}'")
     _check_disjoint(parameters)
-    forms = {name: form_of(parameter, config, tables) for name, parameter in parameters.items()}
-    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
     configs = configs_of(config, parameters) if configs is None else configs
+    forms = {name: form_of(parameter, configs[name], tables) for name, parameter in parameters.items()}
+    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
     twins = _all_reserved(parameters, forms, tiers, configs, owners)
     to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
     if to_disk:

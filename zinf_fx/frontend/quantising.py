@@ -24,11 +24,14 @@ def tables_in(module: fx.GraphModule, inputs: Iterable[object]) -> set[int]:
 
 
 def form_of(parameter: torch.Tensor, config: Config, tables: Collection[int] = ()) -> Form:
-    """What is stored of a parameter, or of this rank's part of one. `tables`: ids of those that are looked up by rows.
+    """What is stored of a parameter, or of this rank's part of one. `tables`: ids of those that are looked up by rows,
+    and others that stay as they are. Of patterns, the first format is meant, for whoever asks only how many bytes.
 
     Raises: ConfigError for one that would be quantised, and that tensor parallelism divides.
     """
     name = config.frozen_dtype
+    if isinstance(name, tuple):
+        name = next((form for _, form in name if form is not None), None)
     if name is None or parameter.requires_grad or id(parameter) in tables or not can_be_quantised(parameter):
         return Form.of(parameter)
     if isinstance(parameter, DTensor):

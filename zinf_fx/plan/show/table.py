@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 
+from zinf_fx.config import FrozenDtype, FrozenPatterns
 from zinf_fx.plan.journeys import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
@@ -210,7 +211,7 @@ def _header(plan: Plan) -> str:
     budgets = [f"{n} {in_words(v)}" for n in ("device_memory", "host_memory") if (v := getattr(config, n)) is not None]
     lines.append("budgets    " + (", ".join(budgets) or "none"))
     tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
-    frozen = f", frozen matrices {config.frozen_dtype}" if config.frozen_dtype else ""
+    frozen = f", frozen matrices {_formats(config.frozen_dtype)}" if config.frozen_dtype else ""
     divided = f", {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     if divided and config.micro_batch_group != 1:
         size = "" if config.micro_batch_group == "auto" else f"{config.micro_batch_group} "
@@ -233,6 +234,12 @@ def _header(plan: Plan) -> str:
     if always := [plan.tiles[index].nbytes for index in journeys.of_tile if journeys.is_always_kept(index)]:
         lines.append(f"resident   {counted(len(always), 'tile')} ({in_words(sum(always))}) in memory from step to step")
     return "\n".join(lines)
+
+
+def _formats(frozen_dtype: FrozenDtype | FrozenPatterns) -> str:
+    if isinstance(frozen_dtype, str):
+        return frozen_dtype
+    return ", ".join(f"{pattern} {form or 'as they are'}" for pattern, form in frozen_dtype)
 
 
 _STAGES = (

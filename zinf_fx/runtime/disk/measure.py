@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from zinf_fx.config import cache_directory
+from zinf_fx.environment import cache_directory
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, FileTicket, PageSums
 from zinf_fx.regular_files import read_regular

@@ -109,6 +109,7 @@ def check_trainable(shape: Sequence[int], quantised: Quantised | None, is_read_o
         )
     if quantised is not None:
         raise StoredTensorError(
-            f"{what} is quantised as {quantised.format}, which can't be trained: train adapters beside it, or offload "
-            "the model without frozen_dtype"
+            f"{what} is quantised as {quantised.format}, which can't be trained: train adapters beside it, offload the "
+            "model without frozen_dtype, or with patterns that leave this one out, such as [('lm_head.*', None), "
+            f"('*', '{quantised.format}')]"
         )
