@@ -44,7 +44,7 @@ from zinf_fx.frontend.guards import drop_implied_guards, hold_shapes
 from zinf_fx.frontend.micro_batches import mark_batch
 from zinf_fx.frontend.offload import decided, offload_parameters
 from zinf_fx.frontend.placement import at_first_call
-from zinf_fx.frontend.quantising import tables_in
+from zinf_fx.frontend.quantising import note_nothing_quantised, tables_in
 from zinf_fx.frontend.refusal import refusing
 from zinf_fx.frontend.staying import is_ordinary, note_staying
 from zinf_fx.placement import PlacementRules
@@ -214,6 +214,10 @@ def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> No
     _remove(optimized._forward_hooks, _first_called)
     if (options := _options_of(optimized)) is not None:
         _store_the_rest(optimized._orig_mod, options)
+        if options.get("frozen_dtype") is not None:
+            model = optimized._orig_mod
+            config = Config.of(None, {"frozen_dtype": options["frozen_dtype"]})
+            note_nothing_quantised(config, model.parameters(), tables_of(model.modules()))
 
 
 def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from zinf_fx.frontend.each_placement import (
     stored_among,
 )
 from zinf_fx.frontend.packing import bring_together, packs_of
-from zinf_fx.frontend.quantising import form_of
+from zinf_fx.frontend.quantising import form_of, note_nothing_quantised
 from zinf_fx.frontend.staying import is_ordinary, note_layouts, note_staying, stays
 from zinf_fx.interrupts import held_back
 from zinf_fx.placement import PlacementRules
@@ -109,6 +109,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     with codes_kept(model):
         offload_parameters(parameters, config, tables, configs)
     composed.put_together()
+    note_nothing_quantised(config, present.values(), tables)
     for name, buffer in by_plain_name(model, model.named_buffers()).items():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
@@ -211,6 +212,7 @@ def offloading(config: Config | None = None, **fields: object) -> Iterator[None]
         tiers.drain()
         bring_together(_stored_in(_living(modules), keys))
         names.check(config, _living(modules))
+        note_nothing_quantised(config, _stored_in(_living(modules), keys))
         stay = _living(staying.values())
         note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(stay, start=1)})
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.quantisation import can_be_quantised
+from zinf_fx.runtime.tensor.local_parameter import local_part, stored_in
 from zinf_fx.runtime.tensor.quantised import Form
 
 _LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag, torch.embedding)
@@ -40,3 +42,27 @@ def form_of(parameter: torch.Tensor, config: Config, tables: Collection[int] = (
             "such are stored as they are, so leave frozen_dtype out"
         )
     return Form.of(parameter, name)
+
+
+def note_nothing_quantised(config: Config, parameters: Iterable[torch.Tensor], tables: Collection[int] = ()) -> None:
+    """Warn where a format was asked for, and none of a model's parameters is stored in any. `tables`: ids of those that
+    stay as they are."""
+    formats = config.frozen_dtype if isinstance(config.frozen_dtype, tuple) else [("*", config.frozen_dtype)]
+    wanted = [form for _, form in formats if form is not None]
+    parameters = list(parameters)
+    if not wanted or not parameters or any(_is_quantised(one) for one in parameters):
+        return
+    matrices = [one for one in parameters if id(one) not in tables and can_be_quantised(local_part(one))]
+    trained = sum(one.requires_grad for one in matrices)
+    if trained:
+        why = f"the {trained} matrices that could be train: freeze the base first, as by model.requires_grad_(False)"
+    else:
+        why = "none is a frozen matrix of floating-point values with rows of at least 64, and no table of embeddings"
+    warnings.warn(
+        f"frozen_dtype='{wanted[0]}' has no effect: of {len(parameters)} parameters, none is stored in it: {why}",
+        stacklevel=3,
+    )
+
+
+def _is_quantised(parameter: torch.Tensor) -> bool:
+    return any(one.quantised is not None for one in stored_in(parameter))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from zinf_fx.runtime.disk.scratch import refusals
@@ -59,6 +61,19 @@ def file_system_of(directory: Path | str) -> FileSystem:
         free=room.f_bavail * room.f_frsize,
         total=room.f_blocks * room.f_frsize,
     )
+
+
+@cache
+def note_memory(directory: Path) -> None:
+    """Warn, once, of a store's directory whose bytes take memory. Raises: StoreError when there is none."""
+    found = file_system_of(directory)
+    if found.in_memory:
+        warnings.warn(
+            f"the store {directory} is on {found.kind}, whose bytes take host memory: what leaves for it frees none, "
+            'and nothing is gained over placement="host". Name a directory on a disk with `store`, or ZINF_STORE; '
+            "`zinf-fx doctor` looks at one",
+            stacklevel=2,
+        )
 
 
 def one_per_device(directories: Iterable[Path | str]) -> list[Path]:

@@ -32,6 +32,7 @@ from zinf_fx.runtime.tensor.annotated import annotate, annotations_of
 from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
+from zinf_fx.runtime.tensor.eager_reads import note_eager_read
 from zinf_fx.runtime.tensor.operations import (
     HANDLERS,
     HORIZONTAL,
@@ -269,6 +270,8 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
             return foreach(StoredTensor, func, args, kwargs)
         if mutated:
             return write(StoredTensor, func, args, kwargs, mutated)
+        for stored in (one for one in args if isinstance(one, StoredTensor) and not one.captured):
+            note_eager_read(func, stored.storage)
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -16,6 +16,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import taking
 from zinf_fx.native.engine import HINTS
 from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
+from zinf_fx.runtime.disk.filesystem import note_memory
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.scratch import make_default
 from zinf_fx.runtime.disk.store import Store
@@ -127,6 +128,8 @@ class Tiers:
         with self._lock:
             if self._store is None:
                 make_default(self.config)
+                for directory in self.config.stores:
+                    note_memory(directory)
                 self._store = Store(
                     self.config.stores, checksum=self.config.checksum, strict_direct=self.config.strict_direct
                 )
