@@ -5,8 +5,9 @@ each its shares. A folder `checkpoint-N` has the weights as safetensors files, w
 checkpoint of the optimizer and the scheduler in `zinf/`, and beside them what the Trainer writes for any model.
 
 [Note: the Trainer's methods]
-`train` and `save_model` are public. What of an optimizer is saved, and how anything is loaded, the Trainer leaves to
-methods whose names begin with an underscore; tests/integrations/test_saving_in_trainer.py looks for them.
+`train`, `create_optimizer` and `save_model` are public. What of an optimizer is saved, how anything is loaded, and the
+norm of gradients that are not clipped, the Trainer leaves to methods whose names begin with an underscore;
+tests/integrations/test_saving_in_trainer.py looks for them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from zinf_fx.checkpoint.exporting import export_safetensors
 from zinf_fx.checkpoint.importing import load_safetensors
 from zinf_fx.checkpoint.training.beside_weights import load_beside_weights, save_beside_weights
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
+from zinf_fx.errors import ConfigError
 from zinf_fx.integrations.saving import STATES, is_stored
+from zinf_fx.integrations.trainer_optimizer import optimizer_of
+from zinf_fx.optim.forms import MasterDtype, StateDtype
 from zinf_fx.runtime.gradients.reduction import no_sync
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -36,7 +40,36 @@ class ForStoredModels:
 
     All ranks call `save_model`. Compiled models are trained without DistributedDataParallel, which would hold memory
     for all gradients. Of a model of which nothing is stored, nothing is done differently.
+
+    `optim` of the training arguments names the optimizer. Names of AdamW, and of PyTorch's other classes, stand for
+    those of `zinf_fx.optim`, whose bf16 parameters have fp32 masters; `adamw_8bit` and its like for
+    `state_dtype="8bit"`. `state_dtype`, `master_dtype` and `step_in_backward` are theirs; `optim_args` takes them, too.
     """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        state_dtype: StateDtype | None = None,
+        master_dtype: MasterDtype | None = None,
+        step_in_backward: bool | None = None,
+        **options: Any,
+    ) -> None:
+        self._of_optimizer = {
+            "state_dtype": state_dtype, "master_dtype": master_dtype, "step_in_backward": step_in_backward,
+        }  # fmt: skip
+        super().__init__(*arguments, **options)
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        """As the Trainer's. Raises: ConfigError for options that can't be honoured."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_stored(self.model):
+            find = self.get_optimizer_cls_and_kwargs
+            self.optimizer_cls_and_kwargs = optimizer_of(self.args, self.model, self._of_optimizer, find)
+        elif given := [name for name, value in self._of_optimizer.items() if value is not None]:
+            raise ConfigError(
+                f"{', '.join(given)}: the Trainer has an optimizer already, or no parameter of its model is stored, so "
+                "that no optimizer of zinf_fx.optim is made; leave this out"
+            )
+        return super().create_optimizer(*arguments, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """As the Trainer's. `resume_from_checkpoint=True` takes the last folder that was saved to its end."""
@@ -70,6 +103,11 @@ class ForStoredModels:
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if getattr(getattr(self.optimizer, "optimizer", self.optimizer), "step_in_backward", False):
+            return None  # the gradients are gone
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if is_stored(self.model):

@@ -15,6 +15,7 @@ a stored tensor on the tier of optimizer states, for any whole stored tensor.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -60,6 +61,7 @@ class PlainSteps:
         streaming = type(kind.__name__, (Streamed, kind), {"_has_masters": False, "_step_ordinary": _step_none})
         self._streamed: Streamed = object.__new__(streaming)
         self._streamed.share(optimizer)
+        _note_missing_masters(optimizer)
         self._last_hook = optimizer.register_step_pre_hook(self._step)
         self._consumed: dict[StoredTensor, torch.Tensor] = {}
         self._others_follow = False  # whether the class's own code has parameters to step behind those that are stored
@@ -156,6 +158,21 @@ class PlainSteps:
         """A state was loaded: the last step counts no more."""
         self._consumed.clear()
         self._streamed.torn = None
+
+
+def _note_missing_masters(optimizer: Optimizer) -> None:
+    """Warn of low-precision parameters, if there are any. Python shows a warning with the same text once."""
+    stored = [p for group in optimizer.param_groups for p in map(stored_parameter, group["params"]) if p is not None]
+    low = [p.dtype for p in stored if p.dtype.is_floating_point and p.dtype.itemsize < 4]
+    if low:
+        kind = type(optimizer)
+        warnings.warn(
+            f"{kind.__module__}.{kind.__qualname__} steps {low[0]} parameters without an fp32 master, so that updates "
+            "smaller than half of a value's last place are lost. zinf_fx.optim has PyTorch's classes with masters, the "
+            "Trainer of zinf_fx.integrations.transformers takes them, and `class Mine(zinf_fx.optim.Streamed, "
+            f"{kind.__qualname__})` makes one of any other",
+            stacklevel=6,
+        )
 
 
 def _step_none(optimizer: Streamed, groups: list[Group]) -> list[torch.Tensor]:
