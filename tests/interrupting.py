@@ -1,11 +1,12 @@
-"""Ctrl-C at any line of the package: the signal itself, so that what holds interrupts back holds these back, too."""
+"""Ctrl-C, or another signal, at any line of the package: the signal itself, so that what holds it back is tried."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,10 +16,28 @@ import zinf_fx
 _PACKAGE = str(Path(zinf_fx.__file__).parent)
 
 
-def interrupted_at(number: int, call: Callable[[], object]) -> tuple[bool, int]:
-    """Run `call` with SIGINT raised at its `number`-th line of the package, counted from 1 (0: never).
+class OutOfTime(Exception):
+    """What a program's handler of a time limit raises."""
 
-    Returns whether KeyboardInterrupt came out of it, and how many lines it came to before the signal.
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """A block in which SIGALRM raises `OutOfTime`."""
+
+    def raise_error(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, raise_error)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_at(number: int, call: Callable[[], object], sent: signal.Signals = signal.SIGINT) -> tuple[bool, int]:
+    """Run `call` with a signal raised at its `number`-th line of the package, counted from 1 (0: never).
+
+    Returns whether KeyboardInterrupt or OutOfTime came out of it, and how many lines it came to before the signal.
     """
     lines = 0
 
@@ -28,7 +47,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> tuple[bool, int]:
             lines += 1
             if lines == number:
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(sent)
                 return None
         return on_line
 
@@ -42,7 +61,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> tuple[bool, int]:
         if 0 < number <= lines:
             time.sleep(0.2)  # one that a finalizer held back comes a little later
         return False, lines
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OutOfTime):
         return True, lines
     finally:
         sys.settrace(before)

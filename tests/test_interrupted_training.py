@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupting import interrupted_at
+from interrupting import interrupted_at, time_limit
 from torch import nn
 
 import zinf_fx
@@ -83,9 +83,9 @@ class Training:
         self.reference.step()
         self.reference.zero_grad()
 
-    def interrupt(self, number: int, call: Callable[[], object]) -> bool:
+    def interrupt(self, number: int, call: Callable[[], object], sent: signal.Signals = signal.SIGINT) -> bool:
         """Interrupt `call`, which steps, at its `number`-th line. Whether it has so many; all is in order then."""
-        came, lines = interrupted_at(number, call)
+        came, lines = interrupted_at(number, call, sent)
         self.check(came, f"line {number}")
         return lines == number
 
@@ -157,6 +157,17 @@ def test_an_interrupt_in_a_step(tmp_path: Path):
         going = training.interrupt(number, training.optimizer.step)
         number += 71
     assert number > 1000 and training.outcomes.keys() == {"before", "after"}
+
+
+def test_a_time_limit_in_a_step(tmp_path: Path):
+    """A handler of another signal raises another error, at some lines of forward, backward and `step()`."""
+    training = Training(tmp_path, layers=1, width=8, placement="nvme")
+    number, going = 1, True
+    with time_limit():
+        while going:
+            going = training.interrupt(number, training.whole_step, signal.SIGALRM)
+            number += 173
+    assert number > 2000 and training.outcomes.keys() == {"before", "after"}
 
 
 def test_an_interrupt_in_a_plain_step(tmp_path: Path):

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from interrupting import OutOfTime, interrupted_at, time_limit
 
 from zinf_fx import interrupts
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
@@ -90,6 +91,97 @@ def test_whose_patience_ends_gets_out(monkeypatch: pytest.MonkeyPatch):
         time.sleep(0.02)
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
+
+
+@pytest.fixture
+def limited():
+    """SIGALRM raises an error, as a time limit's."""
+    with time_limit():
+        yield signal.getsignal(signal.SIGALRM)
+
+
+def alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def test_another_signal_waits_for_the_end_of_the_block(limited: object):
+    done = []
+    with pytest.raises(OutOfTime), sealed:
+        alarm()
+        let_through()
+        done.append("whole")
+    assert done == ["whole"] and signal.getsignal(signal.SIGALRM) is limited
+
+
+def test_another_signal_is_let_through(limited: object):
+    with held_back:
+        alarm()
+        with pytest.raises(OutOfTime):
+            let_through()
+        let_through()  # once
+
+
+def test_two_signals_both_arrive(limited: object):
+    with pytest.raises(KeyboardInterrupt) as raised, held_back:
+        alarm()
+        ctrl_c()
+    assert isinstance(raised.value.__context__, OutOfTime)
+    with held_back:
+        ctrl_c()
+        alarm()
+        with pytest.raises(KeyboardInterrupt):
+            let_through()
+        with pytest.raises(OutOfTime):
+            let_through()
+    assert signal.getsignal(signal.SIGALRM) is limited
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_only_ctrl_c_gets_out_where_it_waited_for_long(limited: object, monkeypatch: pytest.MonkeyPatch):
+    """A timer comes again and again, and would tear what takes its time."""
+    monkeypatch.setattr(interrupts, "PATIENCE", 0.01)
+    done = []
+    with pytest.raises(OutOfTime), sealed:
+        for _ in range(3):
+            alarm()
+            time.sleep(0.02)
+        done.append("whole")
+    assert done == ["whole"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGPROF, signal.SIGHUP], ids=str)
+def test_whichever_signal_has_a_handler(sent: signal.Signals):
+    seen: list[object] = []
+    handler = lambda number, frame: seen.append(number)  # noqa: E731
+    before = signal.signal(sent, handler)
+    try:
+        with held_back:
+            signal.raise_signal(sent)
+            assert not seen
+        assert seen == [sent] and signal.getsignal(sent) is handler
+    finally:
+        signal.signal(sent, before)
+
+
+@pytest.mark.parametrize("block", [held_back, sealed, finalizing])
+def test_handlers_are_in_force_again_whenever_a_signal_comes(limited: object, block: interrupts.Block):
+    """At each line of a block's own code: it comes out once, and nothing is left."""
+    number, going = 1, True
+    while going:
+
+        def call() -> None:
+            with block:
+                pass
+
+        came, lines = interrupted_at(number, call, signal.SIGALRM)
+        going = lines >= number
+        assert interrupts.INTERRUPTS.since is None and came == going, number
+        if interrupts.INTERRUPTS.depth:
+            pytest.fail(f"line {number}: a block is left open")
+        assert signal.getsignal(signal.SIGALRM) is limited, number
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, number
+        number += 1
+    assert number > 10
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Ctrl-C reaches the runtime only where its books are in order.
+"""Ctrl-C, and what other handlers of signals raise, reach the runtime only where its books are in order.
 
 [Note: interrupts]
-Python raises KeyboardInterrupt between any two bytecodes of the main thread. Memory that changes hands between Python,
+Python runs the handlers of signals between any two bytecodes of the main thread, and what they raise comes out there:
+KeyboardInterrupt of SIGINT, a time limit's error of SIGALRM. Memory that changes hands between Python,
 the disk and a device would be lost there, or given back while the disk writes into it, whatever the order of the
 statements. So each way into the runtime (a graph, a hook of autograd, an operation on stored tensors, an optimizer's
 step, a finalizer) is a block that holds interrupts back: `held_back`. They arrive when the outermost block ends, or
@@ -13,9 +14,11 @@ What gives memory back after an error has to be done to its end: in a `sealed` b
 What a finalizer does, too; and as Python drops what a finalizer raises, an interrupt comes after a `finalizing` block,
 at some other moment.
 
-Only SIGINT is held back, in the main thread, where Python's handlers run, and only where a handler of Python's is in
-force. Nobody is locked in: when one interrupt has been held back for PATIENCE, the next goes through at once, wherever
-that is. What the runtime knows may be wrong then.
+Held back are signals (see `_SIGNALS`) for which a handler of Python's is in force when the outermost block begins, in
+the main thread, where these run. Nobody is locked in: when one Ctrl-C has been held back for PATIENCE, the next goes
+through at once, wherever that is. What the runtime knows may be wrong then. Another signal waits for as long as it
+takes: a timer's comes again and again. What is raised in a thread by CPython's PyThreadState_SetAsyncExc can't be held
+back by anybody.
 """
 
 from __future__ import annotations
@@ -39,70 +42,97 @@ except ImportError:
     from signal import signal as _set
 
 PATIENCE = 1.0
-"""Seconds for which an interrupt has been held back when the next one goes through."""
+"""Seconds for which a Ctrl-C has been held back when the next one goes through."""
 
 _SLICE = 0.05
 """Seconds for which one waits for a lock before an interrupt is let through."""
 
 _SIGINT = int(signal.SIGINT)
 
+# Those that come from outside and may have a handler of Python's. The others stand for an error of the program itself.
+_ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
+_SIGNALS = tuple(sorted(set(range(1, 32)) - {int(one) for one in (*_ERRORS, signal.SIGKILL, signal.SIGSTOP)}))
+
+Handler = Callable[[int, FrameType | None], object]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class _Held:
-    """The interrupts that the main thread holds back.
+    """The signals that the main thread holds back.
 
     Attributes:
         depth: blocks that are open; `sealed` of them let nothing through.
-        handler: what handles SIGINT outside of the blocks; None if it raises nothing, or no block is open.
-        since: when the first interrupt that is held back came; None if none did.
+        since: when the first signal that is held back came; None if none did.
+        main: the main thread.
     """
 
     def __init__(self) -> None:
         self.depth = self.sealed = 0
-        self.handler: Callable[[int, FrameType | None], object] | None = None
+        self._handlers: dict[int, Handler] = {}  # of each signal, outside of the blocks; empty if no block is open
+        self._came: dict[int, float] = {}  # those that are held back, and when the first of each came
         self.since: float | None = None
         self.main = threading.main_thread().ident
         self._forks = False
-        self._take: Callable[[int, FrameType | None], None] = self.take  # the same object each time
+        self._take: Handler = self.take  # the same object each time
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT while a block is open."""
+        """Handle a signal while a block is open."""
         now = time.monotonic()
-        if self.since is None:
-            self.since = now
-        elif now - self.since > PATIENCE and (frame is None or frame.f_globals is not globals()):
-            self.deliver(frame)
+        came = self._came.setdefault(number, now)
+        self.since = min(self._came.values())
+        if number == _SIGINT and now - came > PATIENCE and (frame is None or frame.f_globals is not globals()):
+            self._hand_on(number, frame)
 
     def deliver(self, frame: FrameType | None = None) -> None:
-        """Give what is held back to its handler, which may raise."""
-        if self.since is not None and self.handler is not None:
-            self.since = None
-            self.handler(_SIGINT, frame)
+        """Give what is held back to its handlers, each of which may raise; the others wait on, then."""
+        for number in list(self._came):
+            self._hand_on(number, frame)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        if self._came.pop(number, None) is not None and number in self._handlers:
+            self.since = min(self._came.values(), default=None)
+            self._handlers[number](number, frame)
 
     def begin(self) -> None:
         """Hold back from now on."""
-        self.since = self.handler = None
-        handler = _get(_SIGINT)
-        if callable(handler):
-            self.handler = handler
-            _set(_SIGINT, self._take)
+        self.since = None
+        self._came.clear()
+        try:
+            for number in _SIGNALS:
+                handler = _get(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _set(number, self._take)
+        except BaseException:  # a handler that isn't held back yet
+            self.end()
+            raise
 
     def end(self, later: bool = False) -> None:
         """Hold back no more, and raise what was held back: at once, or `later`."""
-        handler, self.handler = self.handler, None
-        if handler is None:
-            return
-        before = _set(_SIGINT, handler)
-        if before is not self._take:  # somebody in the block has set another
-            _set(_SIGINT, before)
-        if self.since is not None:
+        try:
+            self._put_back()
+        finally:
+            came = list(self._came)
             self.since = None
-            if later:
-                _thread.start_new_thread(_interrupt_soon, ())
-            else:
-                signal.raise_signal(_SIGINT)
+            self._came.clear()
+            if came and later:
+                _thread.start_new_thread(_interrupt_soon, (came,))
+            elif came:
+                _raise_all(came)
+
+    def _put_back(self) -> None:
+        """Let all handlers be in force again, also where the first of them raise at once."""
+        try:
+            while self._handlers:
+                number = next(iter(self._handlers))
+                if _get(number) is self._take:  # nobody in the block has set another
+                    _set(number, self._handlers[number])
+                del self._handlers[number]
+        finally:
+            if self._handlers:
+                self._put_back()
 
     def remember(self) -> None:
         """A fork begins in this thread."""
@@ -114,7 +144,7 @@ class _Held:
         self.main = get_ident()
         if not self._forks and self.depth:
             self.depth = self.sealed = 0
-            self.since = None
+            self._came.clear()
             self.end()
 
 
@@ -124,9 +154,20 @@ INTERRUPTS = _Held()
 os.register_at_fork(before=INTERRUPTS.remember, after_in_child=INTERRUPTS.after_fork)
 
 
-def _interrupt_soon() -> None:
+def _interrupt_soon(numbers: list[int]) -> None:
     time.sleep(_SLICE)
-    signal.pthread_kill(INTERRUPTS.main, _SIGINT)
+    for number in numbers:
+        signal.pthread_kill(INTERRUPTS.main, number)
+
+
+def _raise_all(numbers: list[int]) -> None:
+    """Raise signals in this order, also where handlers raise: the last error has the others as its context."""
+    number, *others = numbers
+    try:
+        signal.raise_signal(number)
+    finally:
+        if others:
+            _raise_all(others)
 
 
 class Block:
@@ -164,7 +205,7 @@ class Block:
 
 
 held_back = Block(sealed=False)
-"""In the block, interrupts wait for `let_through`, or for its end."""
+"""In the block, signals wait for `let_through`, or for its end."""
 
 sealed = Block(sealed=True)
 """In the block, interrupts wait for its end, and for that of the blocks around it or their next `let_through`."""
