@@ -126,21 +126,35 @@ def test_what_is_loaded_meanwhile_is_not_saved_as_what_was_due(tmp_path: Path, c
     assert not path.exists() and "a checkpoint that was due is not saved" in caplog.text
 
 
-def test_an_error_is_raised_before_the_next_step(tmp_path: Path):
+@pytest.mark.parametrize("then", ["after_step", "save", "close"])
+def test_an_error_is_raised_by_the_manager_and_not_by_the_step(tmp_path: Path, then: str, caplog):
     model = zinf_fx.offload(nn.Linear(64, 64), store=tmp_path, placement="nvme")
-    optimizer = zinf_fx.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    expected = model.weight.full_tensor()
-    with zinf_fx.CheckpointManager(tmp_path / "run", model, optimizer, every_steps=1) as checkpoints:
-        checkpoints.after_step(1)
-        (tmp_path / "run").write_text("no directory")
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(CheckpointError, match="a part of the path is no directory"):
+    plain = nn.Linear(64, 64)
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    optimizers = zinf_fx.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    run = tmp_path / "run"
+
+    def step() -> None:
+        for optimizer, each in zip(optimizers, (model, plain), strict=True):
+            for parameter in each.parameters():
+                parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        assert torch.equal(model.weight.full_tensor(), expected)
-        optimizer.step()
-        assert not torch.equal(model.weight.full_tensor(), expected)
+            optimizer.zero_grad()
+
+    step()
+    with zinf_fx.CheckpointManager(run, model, optimizers[0], every_steps=1) as checkpoints:
+        checkpoints.after_step(1)
+        run.write_text("no directory")
+        step()
+        assert "could not be saved before the step that followed" in caplog.text
+        assert torch.equal(model.weight.full_tensor(), plain.weight)
+        run.unlink()
+        with pytest.raises(CheckpointError, match="a part of the path is no directory"):
+            getattr(checkpoints, then)(*() if then == "close" else (2,))
+        checkpoints.close()  # it was said once
+        step()
+        checkpoints.after_step(3)
+    assert torch.equal(model.weight.full_tensor(), plain.weight)
+    steps = {path.name for path in run.iterdir()}
+    assert "step-00000003" in steps and "step-00000001" not in steps
+    assert ("step-00000002" in steps) == (then != "close")

@@ -17,6 +17,7 @@ from zinf_fx.checkpoint.naming import Everyone, names_of_tied, tensors_of, unwra
 from zinf_fx.checkpoint.safetensors_file import Kind, check_dtype
 from zinf_fx.checkpoint.weight_files import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.config import parse_bytes
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.runtime.memory.buffers import octets
 
 
@@ -39,6 +40,7 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     export(model, Path(directory).absolute(), parse_bytes(max_shard_size, "max_shard_size"))
 
 
+@held_back
 def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = FILES) -> None:
     """As `export_safetensors`, with `limit` bytes in a file."""
     wrapped, model = model, unwrapped(model)
@@ -60,8 +62,10 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
                 if everyone.is_first:
                     writer.begin(shard)
                 for name in shard.places:
-                    for piece in values_of(written[name]):
-                        writer.write(octets(piece))
+                    with closing(values_of(written[name])) as pieces:
+                        for piece in pieces:
+                            let_through()
+                            writer.write(octets(piece))
             writer.finish()
             if everyone.is_first:
                 _write_configuration(model, folder)

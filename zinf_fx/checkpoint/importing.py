@@ -17,6 +17,7 @@ from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, place
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
 from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
 from zinf_fx.regular_files import check_regular, read_regular
@@ -27,6 +28,7 @@ _SHOWN = 3  # of many names, in an error
 _LARGEST_INDEX = 1 << 28  # bytes
 
 
+@held_back
 def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     """Replace the model's parameters and buffers by those in a safetensors file, in a directory with one or several, or
     in the files that an index names.
@@ -52,6 +54,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     tables = tables_of(model.modules())
     with together("loading weights", *everyone.ranks), WeightFiles() as files:
         for name in sorted(places, key=lambda name: places[name].begin):
+            let_through()
             tensor, place = tensors[name], places[name]
             if isinstance(place, Published) and _takes_codes(tensor, tables):
                 _become(tensor, files, place)

@@ -4,7 +4,8 @@
 A save has to wait for the step's last write, and if it did so at once, the next forward pass, which hides that, would
 wait, too. But until the next step begins, nothing that it saves of the store is changed. So what forward and backward
 do change is held as it is: buffers, random states, schedulers, options of the optimizer. The save itself is made from
-a hook in front of the next step, or whenever somebody asks for it before that.
+a hook in front of the next step, or whenever somebody asks for it before that. Where it fails in the hook, the step is
+taken all the same, and whoever wanted the save is told.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ log = logging.getLogger("zinf_fx")
 
 
 class HeldSave:
-    """A save that waits for the next step of any of its optimizers."""
+    """A save that waits for the next step of any of its optimizers.
+
+    Attributes:
+        failure: why it could not be made before that step, if so.
+    """
 
     def __init__(self, parts: Parts, save: Callable[[Parts], object]) -> None:
         """Raises: TooLargeError; CheckpointError for what can't be saved."""
-        self._save = save
+        self._save, self.failure = save, None
         self._parts: Parts | None = {
             name: part if isinstance(part, OptimizerPart) else HeldPart(part) for name, part in parts.items()
         }
@@ -39,7 +44,7 @@ class HeldSave:
                 part.hold_options()
         self._hooks: list[RemovableHandle] = []
         for optimizer in streamed_in(parts):
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._save_once()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._save_before_step()))
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self._drop()))
 
     def finish(self) -> None:
@@ -47,6 +52,13 @@ class HeldSave:
         for hook in self._hooks:  # not in a hook, whose caller goes through all of them
             hook.remove()
         self._save_once()
+
+    def _save_before_step(self) -> None:
+        try:
+            self._save_once()
+        except Exception as error:
+            log.warning("a checkpoint that was due could not be saved before the step that followed: %s", error)
+            self.failure = error
 
     def _save_once(self) -> None:
         if (parts := self._taken()) is not None:

@@ -28,6 +28,7 @@ from zinf_fx.checkpoint.training.parts.state import ValuePart
 from zinf_fx.checkpoint.training.reading import Reader
 from zinf_fx.checkpoint.training.values import decode
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError, StoreError, UnfitValueError
+from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.ranks import Ranks
 
 Report = Callable[[int], object]
@@ -50,6 +51,7 @@ def load_checkpoint(
     return load(Path(directory), parts_of(model, optimizer, given), left_out)
 
 
+@held_back
 def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
     """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
     ranks, directory = all_ranks(), directory.absolute()

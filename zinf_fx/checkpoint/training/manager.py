@@ -99,7 +99,7 @@ class CheckpointManager:
         self._held: HeldSave | None = None
         self._behind = Behind(None if bandwidth is None else parse_rate(bandwidth, "bandwidth"))
         self._copy: CopyBehind | None = None
-        self._failed: BaseException | None = None  # of a copy, which nobody was told of
+        self._failed: BaseException | None = None  # of a copy, or a save that waited; nobody was told
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, whatever its name, and return the number of its step; 0: there is none.
@@ -135,8 +135,8 @@ class CheckpointManager:
         In the `with` block, where the step still goes on in the background, the checkpoint is there when the next step
         begins: see [Note: saves that wait]. It has what there is now; only what is written to stored tensors by other
         means than steps, until then, is in it, too. Where bytes have to be copied, because the directory is on another
-        file system, that goes on behind training, on one rank: see [Note: copies behind training]. What fails of it is
-        raised by the next call.
+        file system, that goes on behind training, on one rank: see [Note: copies behind training]. What fails of either
+        is raised by the next call.
 
         Raises: as `save_checkpoint`; SystemExit when the process was told to end, once that is saved.
         """
@@ -217,10 +217,11 @@ class CheckpointManager:
             signal.raise_signal(signal.SIGTERM)
 
     def _finish_held(self) -> None:
-        """Save what was due after an earlier step, if it waits."""
+        """Save what was due after an earlier step, if it waits; remember why that failed, if it did."""
         waits, self._held = self._held, None
         if waits is not None:
             waits.finish()
+            self._failed = self._failed or waits.failure
 
     def _finish_copy(self) -> None:
         """Wait for what is copied behind training."""
@@ -239,7 +240,7 @@ class CheckpointManager:
             self._saved_step, self._failed = None, copy.failure
 
     def _raise_failed(self) -> None:
-        """Raise why a copy failed, once."""
+        """Raise why a copy or a save that waited failed, once."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed

@@ -46,6 +46,7 @@ from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
 from zinf_fx.checkpoint.training.writing import Writer
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError
+from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.sizes import in_words
@@ -87,6 +88,7 @@ class Behind:
     bandwidth: float | None = None
 
 
+@held_back
 @no_search_for_cycles()
 def save(
     directory: Path,
