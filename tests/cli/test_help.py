@@ -27,9 +27,8 @@ USE_LATER = """
 import sys
 import zinf_fx
 from zinf_fx.config import Config
-assert "torch" not in sys.modules and zinf_fx.Config() == Config()
 assert "lightning" in dir(zinf_fx.integrations) and not hasattr(zinf_fx.integrations, "nothing")
-assert "torch" not in sys.modules
+assert "torch" not in sys.modules and zinf_fx.Config() == Config()
 assert zinf_fx.integrations.distributed_checkpoint.Stager()
 assert zinf_fx.integrations.accelerate.Accelerator and "transformers" not in sys.modules
 import torch
