@@ -40,7 +40,7 @@ def test_a_model_in_memory_has_zeros():
     stats = zinf_fx.stats(model())
     assert stats == zinf_fx.stats(torch.compile(model())) and stats.provider is None
     assert {v for k, v in vars(stats).items() if k != "provider"} == {0}
-    assert "nothing on NVMe" in str(stats)
+    assert str(stats).startswith("no parameter of the model is stored, so nothing was counted: offload it")
 
 
 FEWER = {"state_dtype": "8bit", "master_dtype": "split"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.environment import STORE, cache_directory, seen_in
 from zinf_fx.errors import ConfigError
 from zinf_fx.placement import (
@@ -170,7 +171,8 @@ class RankOptions:
         value = getattr(self, name)
         if not any(isinstance(value, type(one)) and value == one for one in accepted):  # 1 is not True
             allowed = ", ".join([*map(repr, accepted), *others])
-            raise ConfigError(f"{name}={shortened(value)} is not accepted; accepted: {allowed}")
+            meant = did_you_mean(value, [one for one in accepted if isinstance(one, str)])
+            raise ConfigError(f"{name}={shortened(value)} is not accepted; accepted: {allowed}{meant}")
 
 
 @dataclass(frozen=True)
@@ -353,12 +355,23 @@ class Config(RankOptions):
         """`config` with `options` replaced; unknown names are refused with the accepted ones."""
         accepted = option_names()
         if unknown := sorted(set(options) - set(accepted)):
-            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {', '.join(accepted)}")
+            meant = "".join(did_you_mean(one, accepted) for one in unknown)
+            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {', '.join(accepted)}{meant}")
         if config is None:
             return cls(**options)  # type: ignore[arg-type]
         if not isinstance(config, cls):
-            raise ConfigError(f"config must be a zinf_fx.Config, found {type(config).__name__}")
+            raise ConfigError(f"config must be a zinf_fx.Config, found {type(config).__name__}{_instead_of(config)}")
         return replace(config, **options)  # type: ignore[arg-type]
+
+
+def _instead_of(config: object) -> str:
+    """What to give in the place of what is no Config, if that can be said."""
+    if isinstance(config, Mapping):
+        known = {*option_names()}.issuperset(config)
+        return ": give its entries by name, as **options" if known else ": its entries are no options of zinf_fx"
+    if isinstance(config, (str, os.PathLike)):
+        return f" {shortened(str(config))}: files with options aren't read; give options by name, such as placement=..."
+    return ": give one, or options by name, such as placement='nvme'"
 
 
 def option_names() -> list[str]:
@@ -413,7 +426,11 @@ def _parse_placement(value: object) -> Placement | PlacementRules | Literal["aut
         if value == "auto":
             return "auto"
         if value not in PRESETS:
-            raise ConfigError(f"placement={value!r} is unknown; accepted: 'auto', {', '.join(map(repr, PRESETS))}")
+            accepted = ["auto", *PRESETS]
+            raise ConfigError(
+                f"placement={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}"
+                f"{did_you_mean(value, accepted)}"
+            )
         return PRESETS[value]
     if not isinstance(value, Mapping):
         raise ConfigError(f"placement={value!r} is neither a preset's name nor a mapping of states to tiers")

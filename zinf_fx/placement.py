@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -157,7 +158,8 @@ def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
     said: dict[str, object] = {}
     for state, given in value.items():
         if state not in states:
-            raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}")
+            meant = did_you_mean(state, states)
+            raise ConfigError(f"placement has an unknown state {state!r}; accepted: {', '.join(states)}{meant}")
         said[state] = given
         if state == "stage":
             if type(given) is not int or given not in get_args(Stage):
@@ -166,7 +168,8 @@ def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
             said[state] = _parsed_rule(state, given)
         elif given not in TIERS and not (state == "frozen" and given is None):
             rules = ", patterns with tiers, or a function of name and parameter" if state in CHOSEN else ""
-            raise ConfigError(f"placement of {state} is {given!r}; accepted: {', '.join(TIERS)}{rules}")
+            meant = did_you_mean(given, TIERS)
+            raise ConfigError(f"placement of {state} is {given!r}; accepted: {', '.join(TIERS)}{rules}{meant}")
     by_rules = said.get("frozen") is not None or any(not isinstance(said.get(state, ""), str) for state in CHOSEN)
     if said.get("frozen") is not None and not isinstance(said.get("parameters", ""), str):
         raise ConfigError("placement has a tier for frozen parameters, and rules for all: say it in the rules")
@@ -188,7 +191,8 @@ def _parsed_rule(state: str, given: object) -> Patterns | Chooser:
         if not isinstance(pattern, str):
             raise ConfigError(f"placement of {state} has the pattern {pattern!r}, which is no text")
         if tier not in TIERS:
-            raise ConfigError(f"placement of {state} has {tier!r} for {pattern!r}; accepted: {', '.join(TIERS)}")
+            meant = did_you_mean(tier, TIERS)
+            raise ConfigError(f"placement of {state} has {tier!r} for {pattern!r}; accepted: {', '.join(TIERS)}{meant}")
     return tuple((pattern, tier) for pattern, tier in given)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.commit import unfinished
 from zinf_fx.checkpoint.elements import values_of
@@ -37,6 +38,8 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
     Raises: CheckpointError on every rank, and what was there is as before; or, where the disk fails after all of the
     new weights appeared, they are there.
     """
+    check_model(model, "export_safetensors")
+    check_path(directory, "export_safetensors")
     export(model, Path(directory).absolute(), parse_bytes(max_shard_size, "max_shard_size"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.files import lies_within
@@ -45,6 +46,8 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
     Raises: CheckpointError on every rank when the files don't fit the model, which is as before then, or when they
     can't be read to their end; StoreError.
     """
+    check_model(model, "load_safetensors")
+    check_path(path, "load_safetensors")
     wrapped, model, path = model, unwrapped(model), Path(path).absolute()
     tensors = tensors_of(model)
     everyone = Everyone(wrapped, tensors.values())

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from zinf_fx.adam import MasterForm, StateForm
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import ACTIVATIONS, PRESETS, Compute, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
 from zinf_fx.plan import hardware
@@ -20,26 +22,38 @@ TARGET_HELP = "module:factory or path/to/file.py:factory; factory() returns (mod
 DEFAULT_HARDWARE = "rtx-4090"
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """A command's parser, which refuses what it doesn't know itself, with the usage of the command."""
+_CHOICES = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Asks, beside what it refuses, for what was meant, and refuses what it doesn't know itself, with the usage of the
+    command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            known = re.findall(r"--[a-z-]+", self.format_help())
+            meant = "".join(did_you_mean(one.partition("=")[0], known) for one in unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        if (refused := _CHOICES.search(message)) is not None:
+            accepted = [one.strip("' ") for one in refused[2].split(",")]
+            message += did_you_mean(refused[1], accepted)
+        super().error(message)
 
 
 def parser() -> argparse.ArgumentParser:
     """What reads the command line; `command` of the result is the name of the command."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="zinf-fx",
         description="Plans of models whose states live in device memory, host memory and NVMe; their checkpoints; and "
         "the store on disk.",
         epilog="`zinf-fx COMMAND --help` explains a command, with examples. docs/using.md is about all of them.",
     )
     made.add_argument("--version", action="version", version=f"%(prog)s {version('zinf_fx')}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for add in (_show_schedule, _export_plan, _simulate, _estimate, _checkpoint, _bench_io, _doctor, _clean):
         add(commands)
     return made

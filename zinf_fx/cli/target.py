@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.cli.arguments import TARGET_HELP
 from zinf_fx.errors import ZinfError
 
@@ -120,8 +121,9 @@ def _factory(module: ModuleType, location: str, name: str) -> Callable[[], objec
         factory = getattr(factory, part, None)
     if factory is None:
         there = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        listed = ", ".join(n for n in there if not n.startswith("_")) or "none"
-        raise TargetError(f"'{location}' has no '{name}'; its functions: {listed}")
+        public = [n for n in there if not n.startswith("_")]
+        listed = ", ".join(public) or "none"
+        raise TargetError(f"'{location}' has no '{name}'; its functions: {listed}{did_you_mean(name, public)}")
     if not callable(factory):
         raise TargetError(f"'{name}' in '{location}' is a {type(factory).__name__}, not a function")
     return factory

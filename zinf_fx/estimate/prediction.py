@@ -14,6 +14,7 @@ from zinf_fx.analysis.partitioning import PARTITIONED, STATES, per_device
 from zinf_fx.analysis.step_time import step_time
 from zinf_fx.analysis.symbols import evaluate
 from zinf_fx.analysis.traffic import bytes_moved
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import PRESETS
 from zinf_fx.errors import ConfigError
 from zinf_fx.estimate.fitting import Fit, fit
@@ -114,7 +115,8 @@ def estimate(
         if not 0 < one < 1:
             raise ConfigError(f"efficiency={one:g} is not accepted: give numbers above 0 and below 1")
     if preset is not None and preset not in PARTITIONED:
-        raise ConfigError(f"placement={preset!r} is unknown; accepted: {', '.join(map(repr, PARTITIONED))}")
+        meant = did_you_mean(preset, PARTITIONED)
+        raise ConfigError(f"placement={preset!r} is unknown; accepted: {', '.join(map(repr, PARTITIONED))}{meant}")
     values = _values(workload, hardware)
     predictions = tuple(_predict(name, workload, hardware, values) for name in PARTITIONED)
     by_name = {one.preset: one for one in predictions}

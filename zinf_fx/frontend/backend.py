@@ -83,6 +83,8 @@ def _compiled_graph(
             f"backend 'zinf' takes options only, found {', '.join(f'{k}={v!r}' for k, v in unknown.items())}: leave it "
             "out, or give None where a library has a value of its own (mode=None, say)"
         )
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options is a {type(options).__name__}: give a dict, such as {{'placement': 'nvme'}}")
     options = with_absolute_paths(options or {})
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
@@ -199,7 +201,8 @@ def _options_of(optimized: torch.nn.Module) -> Mapping[str, Any] | None:
     backend = None if callback is None else innermost_backend(callback)
     if getattr(backend, "compiler_fn", backend) is not zinf:
         return None
-    return getattr(backend, "kwargs", {}).get("options") or {}
+    options = getattr(backend, "kwargs", {}).get("options")
+    return options if isinstance(options, Mapping) else {}  # others are refused when a graph is compiled
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
 from zinf_fx.checkpoint.in_place import located
@@ -56,6 +57,8 @@ def attach_base(
     "nvme", for a `frozen_dtype` that the files don't have, and for parameters that are divided; StoreError for files
     that can't be read. On every rank, what fails on one fails; the model is as before then.
     """
+    check_model(model, "attach_base")
+    check_path(directory, "attach_base")
     model, path = unwrapped(model), Path(directory).absolute()
     parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
     config = decided(

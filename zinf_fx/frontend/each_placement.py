@@ -78,7 +78,7 @@ def options_of_states(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
 def options_given(config: Config | None, fields: Mapping[str, object]) -> set[str]:
     """The names of the options that a caller chose: those given by name, and a `config`'s that differ from the
     defaults."""
-    default, own = Config(), config or Config()
+    default, own = Config(), Config.of(config, {})
     names = (field.name for field in dataclasses.fields(Config))
     return {*fields, *(name for name in names if getattr(own, name) != getattr(default, name))}
 

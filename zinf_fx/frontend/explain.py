@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.adam import MasterForm, StateForm
+from zinf_fx.arguments import check_model, did_you_mean
 from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
@@ -143,6 +144,7 @@ def plan_model(
     timed without a compiler; StoredTensorError for a parameter that can't be stored; PlanError when a budget is too
     small, or the model can't be captured; and what the model itself raises.
     """
+    check_model(model, "explain")
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
 
@@ -156,6 +158,12 @@ def plan_model(
     if isinstance(example_inputs, torch.Tensor):
         raise ConfigError(
             f"example_inputs is a tensor of shape {tuple(example_inputs.shape)}, not a sequence of inputs: give (x,)"
+        )
+    if not isinstance(example_inputs, (Sequence, Mapping)) or isinstance(example_inputs, str):
+        raise ConfigError(f"example_inputs is a {type(example_inputs).__name__}: give a tuple, or a mapping of names")
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise ConfigError(
+            f"hardware is a {type(hardware).__name__}: give a description, such as zinf_fx.plan.hardware.load('a100')"
         )
     form = _form("state_dtype", state_dtype, get_args(StateForm))
     master = _form("master_dtype", master_dtype, get_args(MasterForm))
@@ -316,7 +324,8 @@ def _form(option: str, given: object, accepted: Sequence[str]) -> str | None:
     """What plans have for an option of optimizers. Raises: ConfigError."""
     form = None if given is None else str(given).removeprefix("torch.")
     if form not in (None, *accepted):
-        raise ConfigError(f"{option}={given!r} is not accepted; accepted: {', '.join(map(repr, accepted))}")
+        meant = did_you_mean(form, accepted)
+        raise ConfigError(f"{option}={given!r} is not accepted; accepted: {', '.join(map(repr, accepted))}{meant}")
     return form
 
 

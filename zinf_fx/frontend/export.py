@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_fx.arguments import check_model
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Hardware
@@ -40,5 +41,6 @@ def export_plan(
     Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
+    check_model(model, "export_plan")
     ranks = {"world_size": world_size, "replicas": replicas}
     return plan_model(model, example_inputs, config, hardware=hardware, **ranks, **fields).only("a plan file")

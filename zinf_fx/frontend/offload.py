@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from zinf_fx.arguments import check_model
 from zinf_fx.checkpoint.elements import replace
 from zinf_fx.checkpoint.naming import by_plain_name
 from zinf_fx.config import Config
@@ -89,6 +90,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     StoreError when the store can't hold the parameters; StoredTensorError for a parameter that can't be stored. The
     model is as before then.
     """
+    check_model(model, "offload")
     given = options_given(config, fields)
     config = Config.of(config, fields)
     check_not_sharded(model)

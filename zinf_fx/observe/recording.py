@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from zinf_fx.arguments import check_model
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.plan import hardware as descriptions
@@ -245,8 +246,7 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
 
     Raises: ConfigError for hardware that is not known, and when another recording is under way.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"record() takes a model, found {type(model).__name__}: record(model), then run steps of it")
+    check_model(model, "record")
     recording = Recording(_described(hardware, model))
     log = RECORDER.start()
     try:

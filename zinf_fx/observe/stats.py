@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from zinf_fx.arguments import check_model
 from zinf_fx.native.engine import IoCounters
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_in
@@ -36,6 +37,7 @@ class Stats:
         write_stall_seconds: for which too many writes were under way to start another.
         sent_bytes: that this rank sent to others in collectives of model states and of activations that are divided, as
             a ring sends them.
+        parameters: of the model that are stored.
         provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
     """
 
@@ -56,6 +58,7 @@ class Stats:
     stall_seconds: float = 0.0
     write_stall_seconds: float = 0.0
     sent_bytes: int = 0
+    parameters: int = 0
     provider: str | None = None
 
     def __str__(self) -> str:
@@ -74,6 +77,11 @@ class Stats:
         rows.append(("buffers where planned, and elsewhere", f"{self.placed_buffers:,}", f"{self.displaced_buffers:,}"))
         if self.peak_device_bytes:
             rows.append(("device at most", in_words(self.peak_device_bytes)))
+        if not self.parameters:
+            return (
+                "no parameter of the model is stored, so nothing was counted: offload it, or compile it with "
+                "backend='zinf' and a placement, and call it"
+            )
         return f"{f'I/O by {self.provider}' if self.provider else 'nothing on NVMe'}\n{table(rows)}"
 
 
@@ -84,6 +92,7 @@ def _arena(name: str, now: int, peak: int, planned: int) -> list[tuple[str, str]
 
 def stats(model: torch.nn.Module) -> Stats:
     """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
+    check_model(model, "stats")
     model = getattr(model, "_orig_mod", model)
     stored = [stored for parameter in model.parameters() for stored in stored_in(parameter)]
     all_tiers = dict.fromkeys(p.storage.tiers for p in stored if p.storage.tiers is not None)
@@ -113,6 +122,7 @@ def stats(model: torch.nn.Module) -> Stats:
         stall_seconds=sum(each.stall_seconds for each in counters),
         write_stall_seconds=sum(each.write_stall_seconds for each in counters),
         sent_bytes=sum(each.sent_bytes for each in ranks),
+        parameters=len(stored),
         provider=", ".join(dict.fromkeys(store.provider for store in stores)) or None,
     )
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from zinf_fx.adam import SPLIT
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.errors import OptimizerError
 
 EIGHT_BITS = "8bit"
@@ -41,7 +42,8 @@ class KeptAs:
         }
         for option, (given, values) in accepted.items():
             if given not in values:
-                raise OptimizerError(f"{option}={given!r} is not accepted: {', '.join(map(repr, values))} are")
+                meant = did_you_mean(given, [one for one in values if isinstance(one, str)])
+                raise OptimizerError(f"{option}={given!r} is not accepted: {', '.join(map(repr, values))} are{meant}")
         return cls(state_dtype, master_dtype)
 
     @property

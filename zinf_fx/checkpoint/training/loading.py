@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import refusals
 from zinf_fx.checkpoint.training.adopting import Adoption
@@ -48,6 +49,7 @@ def load_checkpoint(
     """
     left_out = [name for name, one in extra.items() if one is None] + ([OPTIMIZER] if optimizer is None else [])
     given = {name: one for name, one in extra.items() if one is not None}
+    check_path(directory, "load_checkpoint")
     return load(Path(directory), parts_of(model, optimizer, given), left_out)
 
 

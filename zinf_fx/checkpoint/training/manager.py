@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.training.behind import CopyBehind
@@ -83,10 +84,12 @@ class CheckpointManager:
         Raises: ConfigError for numbers that can't be meant.
         """
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes), ("keep", keep)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} is not accepted: give a number above 0")
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigError(f"{name}={value!r} is not accepted: give a number above 0")
         if STEP in extra:
             raise ConfigError(f"'{STEP}' is what the manager saves the number of steps as: choose another name")
+        check_path(directory, "CheckpointManager")
+        check_model(model, "CheckpointManager")
         self.directory = Path(directory).absolute()
         self.values: dict[str, Any] = {}
         self._model, self._optimizer, self._extra = model, optimizer, extra

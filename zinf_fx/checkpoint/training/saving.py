@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, refusals, sync
 from zinf_fx.checkpoint.training import files as names
@@ -77,6 +78,7 @@ def save_checkpoint(
     torn step, or in the middle of one that backward began; StoreError. Training and the checkpoint before are as they
     were then.
     """
+    check_path(directory, "save_checkpoint")
     save(Path(directory), parts_of(model, optimizer, extra))
 
 

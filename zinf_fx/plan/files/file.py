@@ -7,6 +7,7 @@ import errno
 import os
 from pathlib import Path
 
+from zinf_fx.arguments import check_path
 from zinf_fx.errors import PlanError, PlanFileError
 from zinf_fx.plan.codec import decode
 from zinf_fx.plan.files.parsing import parsed
@@ -23,6 +24,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises: PlanFileError for whatever isn't a sound plan: the message names the place in the file.
     """
+    check_path(path, "load_plan")
     path = Path(path)
     what = f"plan file {path}"
     try:

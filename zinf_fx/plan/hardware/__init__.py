@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
 from zinf_fx.regular_files import read_regular
@@ -234,7 +235,8 @@ def load(name: str) -> Hardware:
         return parse(files(__name__).joinpath(f"{name}.toml").read_text(), name)
     path = Path(name)
     if path.suffix != ".toml":
-        raise ConfigError(f"hardware {name!r} is unknown; accepted: {', '.join(names())}, or a file NAME.toml")
+        meant = did_you_mean(name, [*names(), THIS_MACHINE])
+        raise ConfigError(f"hardware {name!r} is unknown; accepted: {', '.join(names())}, or a file NAME.toml{meant}")
     try:
         return parse(read_regular(path, _LARGEST_FILE).decode(), name)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,42 @@
+"""Checks of what public functions are given, and what somebody who mistyped may have meant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from zinf_fx.errors import ConfigError
+
+
+def did_you_mean(given: object, accepted: Iterable[str]) -> str:
+    """A question to end an error with; empty where nothing that is accepted looks like it."""
+    names = {_plain(one): one for one in accepted}
+    near = get_close_matches(_plain(given), names, n=1, cutoff=0.7) if isinstance(given, str) else []
+    return f". Did you mean '{names[near[0]]}'?" if near else ""
+
+
+def check_model(model: object, function: str) -> None:
+    """Raises: ConfigError for what is no module; `function` names who was given it."""
+    import torch  # which takes seconds, and `--help` needs none of it
+
+    if isinstance(model, torch.nn.Module):
+        return
+    found, hint = f"a {type(model).__name__}", "give a torch.nn.Module"
+    if isinstance(model, type):
+        found, hint = f"the class {model.__name__}", f"give a model, such as {model.__name__}(...)"
+    elif isinstance(model, (list, tuple)) and any(isinstance(one, torch.nn.Module) for one in model):
+        hint = f"call it for each, or give torch.nn.ModuleList(...) of them ({len(model)} were found)"
+    elif isinstance(model, (str, os.PathLike)):
+        found, hint = f"the path {os.fspath(model)!r}", "give the model there, and the path behind it if it takes one"
+    raise ConfigError(f"{function}() takes a model, found {found}: {hint}")
+
+
+def check_path(path: object, function: str) -> None:
+    """Raises: ConfigError for what is no path; `function` names who was given it."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{function}() takes a path, found a {type(path).__name__}: give a str or a pathlib.Path")
+
+
+def _plain(name: object) -> str:
+    return str(name).lower().replace("_", "-")
