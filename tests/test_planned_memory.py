@@ -141,3 +141,26 @@ def test_what_can_not_fit_is_refused_with_a_table(options: dict[str, object], sa
         zinf_fx.explain(Wide(), *rows(), **options)
     for part in ("together", "To fit:", *says):
         assert part in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"placement": {"parameters": "host", "gradients": "nvme", "optimizer": "nvme"}, "host_memory": "34MiB"},
+            r"the budget is 34MiB of host_memory, of which what lives there leaves \d",
+        ),
+        (
+            {"placement": {"gradients": "host", "optimizer": "host"}, "device_memory": "34MiB"},
+            r"the budget is 34MiB of device_memory, of which what lives there leaves \d",
+        ),
+        (
+            {"placement": "nvme", "device_memory": "1MiB", "host_memory": "1GiB"},
+            r"the budget is 1MiB of device_memory, of which",
+        ),
+    ],
+)
+def test_the_budget_that_is_named_is_the_one_that_was_given(options: dict[str, object], says: str) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device="meta") for _ in range(8)))
+    with pytest.raises(BudgetError, match=says):
+        zinf_fx.explain(layers, torch.ones(4, 1024), tile=None, **options)

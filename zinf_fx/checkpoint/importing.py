@@ -144,6 +144,7 @@ def _check_fit(
     """Raises: CheckpointError unless each of the model's tensors has one value of its shape in the files, or if
     anything is `wrong` with them already."""
     if wrong:
+        check_format(path)
         raise misfit(path, wrong)
     given = [names for names in names_of_tied(model, dict(tensors)) if any(name in places for name in names)]
     known = {name for names in given for name in names}
@@ -157,10 +158,35 @@ def _check_fit(
         elif name in tensors and place.is_complex and not tensors[name].is_complex():
             wrong.append(f"'{name}' is {place}, the model's is real")
     if wrong:
+        check_format(path)
         raise CheckpointError(
             f"'{path}' doesn't fit {type(model).__name__}: {_few(wrong)}. Nothing was loaded: give the checkpoint of "
             "this model, or rename its tensors"
         )
+
+
+# The `quant_method` of a model's configuration, and the format of it where that is said, whose weights are read.
+_READ = {"fp8": None, "mxfp4": None, "compressed-tensors": ("float-quantized", "int-quantized", "naive-quantized")}
+
+
+def check_format(path: Path) -> None:
+    """Of files that don't fit their model. Raises: CheckpointError where the configuration beside them says that they
+    have a format of which none is read."""
+    try:
+        file = (path if path.is_dir() else path.parent) / "config.json"
+        said = json.loads(file.read_text()) if file.is_file() else {}
+        said = said.get("quantization_config") or said["compression_config"]
+        method, kind = said["quant_method"], said.get("format") or said.get("quant_algo")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it says nothing that is understood
+        return
+    if method in _READ and (_READ[method] is None or kind in _READ[method]):
+        return
+    bits = f", {said['bits']} bits" if isinstance(said.get("bits"), int) else ""
+    raise CheckpointError(
+        f"'{path}' is quantised by {method!r}{f' ({kind})' if kind else ''}{bits}, as its config.json says, and this "
+        "format is not supported: those of FP8, MXFP4 and int8 with a scale for each row are. Nothing was loaded: give "
+        "the checkpoint that isn't quantised, whose frozen matrices frozen_dtype='nf4' keeps in 4 bits"
+    )
 
 
 def misfit(path: Path, wrong: list[str]) -> CheckpointError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint.importing import misfit, places_of
+from zinf_fx.checkpoint.importing import check_format, misfit, places_of
 from zinf_fx.checkpoint.naming import as_named
 from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile
@@ -32,6 +32,7 @@ def located(
     if not (path / MANIFEST).is_file():
         places, wrong = as_published(as_named(model, places_of(path), wanted), wanted)
         if wrong:
+            check_format(path)
             raise misfit(path, wrong)
         return places
     manifest = manifest_of(path)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.agreement import together
 from zinf_fx.checkpoint.elements import fill, quantised_as
+from zinf_fx.checkpoint.importing import check_format
 from zinf_fx.checkpoint.in_place import located
 from zinf_fx.checkpoint.naming import by_plain_name, unwrapped
 from zinf_fx.checkpoint.published import Published
@@ -240,6 +241,7 @@ def _check_fit(
         elif name in found and (mine := str(Kind(buffer.dtype, tuple(buffer.shape)))) != (theirs := str(found[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     if wrong:
+        check_format(path)
         raise CheckpointError(
             f"{path} is no base of {type(model).__name__}: {listed(wrong)}. Nothing was changed: "
             "build the model as it was saved, in its dtype (model.to(torch.bfloat16), and a buffer of another one by "

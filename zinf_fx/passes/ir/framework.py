@@ -118,9 +118,17 @@ class GraphContext:
     @cached_property
     def limit(self) -> int | None:
         """Bytes for all that is moved: of the memories, what lives in them leaves; None: no limit."""
-        device, host = self.config.device_memory, self.config.host_memory
-        limits = [device - self.unmoved - self.kept - self.living_on_device.total] if device is not None else []
-        return min([*limits, host - self.living.total] if host is not None else limits, default=None)
+        return min(self.left.values(), default=None)
+
+    @property
+    def left(self) -> dict[str, int]:
+        """Bytes of each memory that has a budget, by the option's name, which what lives there leaves."""
+        left = {}
+        if (device := self.config.device_memory) is not None:
+            left["device_memory"] = device - self.unmoved - self.kept - self.living_on_device.total
+        if (host := self.config.host_memory) is not None:
+            left["host_memory"] = host - self.living.total
+        return left
 
     @property
     def living(self) -> HostUse:

@@ -24,7 +24,7 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
     needs = f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}"
     if context.limit >= 0:
-        over = f"{needs}, and the budget is {at_most(context.limit)}"
+        over = f"{needs}, and the budget is {_budget_in_words(context)}"
     elif moved:
         over = f"{needs}, and what lives there exceeds it by {at_least(-context.limit)}"
     else:
@@ -40,6 +40,15 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
         (f"everything else {where}", ledger.at(operator) - sum(each.nbytes for each in held)),
     ]
     return _text(first, parts, _options(moved, context), context)
+
+
+def _budget_in_words(context: GraphContext) -> str:
+    """That of the memory that leaves least, and how much that is, where something lives there."""
+    option = min(context.left, key=context.left.__getitem__)
+    budget, left = getattr(context.config, option), context.left[option]
+    if left == budget:
+        return at_most(budget)
+    return f"{at_most(budget)} of {option}, of which what lives there leaves {at_most(left)}"
 
 
 def refusal_of_buffers(plan: Plan, context: GraphContext) -> str:
