@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
 import zinf_fx
+from zinf_fx import StoredTensor
 from zinf_fx.errors import StoredTensorError, ZinfError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -41,6 +42,22 @@ def test_hooks_run_with_the_whole_gradient(pair: tuple[Net, Net]) -> None:
     assert len(seen[0]) == 4 and all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
     assert_same_gradients(model, plain)
     assert_nothing_leaked(model)
+
+
+def test_hooks_that_were_registered_before_the_one_line_use(tmp_path: Path) -> None:
+    nets, seen = (Net(), Net()), ([], [])
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net, notes in zip(nets, seen, strict=True):
+        net.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        net.layers[1].bias.register_post_accumulate_grad_hook(lambda p, notes=notes: notes.append(torch.clone(p.grad)))
+    plain, model = nets
+    call = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
+    for _ in range(2):
+        batch = x()
+        plain(batch).backward()
+        call(batch).backward()
+    assert len(seen[0]) == 2 and all(map(torch.equal, *seen)) and isinstance(model.layers[0].weight, StoredTensor)
+    assert_same_gradients(model, plain)
 
 
 def test_an_update_in_a_hook_needs_no_gradient_afterwards(pair: tuple[Net, Net]) -> None:

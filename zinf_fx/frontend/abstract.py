@@ -58,7 +58,10 @@ def abstract_parameter(
         LocalParameter.of_whole(whole, twin)
         return as_parameter(whole)
     annotate(twin, annotations_of(parameter), of=parameter)
-    return as_parameter(twin.requires_grad_(parameter.requires_grad))
+    twin.requires_grad_(parameter.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # which decide where the gradient goes
+        setattr(twin, hooks, getattr(parameter, hooks))
+    return as_parameter(twin)
 
 
 def abstract_inputs(module: fx.GraphModule, inputs: Sequence[object], config: Config) -> list[object]:
