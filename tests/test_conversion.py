@@ -96,3 +96,25 @@ def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: 
     assert [home() for home in homes] == [None] * 9
     assert store.in_use == sum(blocks(p.nbytes) for p in model.parameters())
     step(model, zinf_fx.optim.SGD(model.parameters(), lr=0.1), torch.randn(64).double())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_ensemble(tmp_path: Path, stored: bool) -> None:
+    """As torch.func's pages make one: a skeleton without values, called with all models' parameters together."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(3)]
+    batch = torch.linspace(-1, 1, 12).view(3, 4)
+    expected = torch.stack([model(batch) for model in models])
+    for model in models if stored else ():
+        zinf_fx.offload(model, store=tmp_path, placement="nvme")
+        model(batch).sum().backward()
+    parameters, buffers = torch.func.stack_module_state(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+    assert all(
+        p.is_meta and type(p) is nn.Parameter and (p.grad is None or p.grad.is_meta) for p in skeleton.parameters()
+    )
+
+    def one(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(skeleton, (parameters, buffers), (batch,))
+
+    torch.testing.assert_close(torch.vmap(one)(parameters, buffers), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,6 +72,38 @@ def test_a_value_of_another_dtype(tmp_path, tier: str):
     value = model.weight.full_tensor().double()
     model.weight.data = value
     assert model.weight.dtype == torch.float64 and torch.equal(model.weight.full_tensor(), value)
+
+
+VALUES = {
+    "zeros_like": torch.zeros_like,
+    "full_like": lambda data: torch.full_like(data, 2.0),
+    "ones_like": torch.ones_like,
+    "randn_like": torch.randn_like,
+    "part of a likeness": lambda data: torch.full_like(data, 2.0).t()[:2],
+    "of another dtype": lambda data: torch.zeros_like(data, dtype=torch.float64),
+    "new_full": lambda data: data.new_full((2, 3), 2.0),
+    "clone": lambda data: data.clone(),
+    "computed": lambda data: data * 2,
+}
+
+
+@pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
+def test_values_that_are_made_like_the_parameter(tmp_path, tier: str, make: Callable):
+    weight = zinf_fx.offload(nn.Linear(6, 4), store=tmp_path, placement=tier).weight
+    value = make(weight.data)
+    expected = value.full_tensor() if isinstance(value, StoredTensor) else value.clone()
+    weight.data = value
+    assert isinstance(weight, StoredTensor) and weight.storage.tier == tier and weight.dtype == expected.dtype
+    assert torch.equal(weight.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("part", [lambda data: data, lambda data: data[:2]])
+def test_the_bytes_of_another_parameter_are_not_shared(tmp_path, part: Callable):
+    one, other = zinf_fx.offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store=tmp_path, placement="nvme")
+    before = one.weight.full_tensor()
+    with pytest.raises(StoredTensorError, match=r"the bytes of parameter '1\.weight'.*copy_\(\), or tie"):
+        one.weight.data = part(other.weight.data)
+    assert torch.equal(one.weight.full_tensor(), before)
 
 
 def test_hooks_of_a_parameter_that_got_another_shape_run(tmp_path):

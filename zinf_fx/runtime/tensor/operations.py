@@ -24,8 +24,8 @@ def handle(operation: torch._ops.OpOverloadPacket, handler: Handler) -> None:
 
 
 SAME_VALUE = {aten.detach.default, aten.alias.default}
-# Results depend on shape, dtype and device alone, so that no value is gathered. (Optimizers take some over: `handle`.)
-METADATA_ONLY = {
+# Results depend on shape, dtype and device alone. (Optimizers take some over: `handle`.)
+_METADATA_ONLY = {
     aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -65,6 +65,14 @@ def is_view(func: Any) -> bool:
         return False
     alias = arguments[0].alias_info
     return alias is not None and not alias.is_write and all(r.alias_info is not None for r in func._schema.returns)
+
+
+def needs_no_value(func: Any, kwargs: dict) -> bool:
+    """Whether the result depends on shape, dtype and device alone, so that no value is gathered. That is all that a
+    copy on the meta device has."""
+    if func is aten._to_copy.default:
+        return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
+    return func in _METADATA_ONLY
 
 
 def decodes(tensor: torch.Tensor, kwargs: dict) -> bool:

@@ -36,11 +36,11 @@ from zinf_fx.runtime.tensor.eager_reads import note_eager_read
 from zinf_fx.runtime.tensor.operations import (
     HANDLERS,
     HORIZONTAL,
-    METADATA_ONLY,
     SAME_VALUE,
     decodes,
     in_autocast,
     is_view,
+    needs_no_value,
 )
 from zinf_fx.runtime.tensor.outside import Exported
 from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
@@ -214,10 +214,12 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         if isinstance(value, StoredTensor):
             if value.token is self.token and value.views == self.views:
                 return
-            raise StoredTensorError(
-                "a stored tensor can't share its bytes by assignment to .data: copy them with copy_(), or tie the "
-                "modules by assigning the one parameter to both"
-            )
+            if value.storage.label is not None:
+                raise StoredTensorError(
+                    f"a stored tensor can't share the bytes of {value.storage.label} by assignment to .data: copy them "
+                    "with copy_(), or tie the modules by assigning the one parameter to both"
+                )
+            value = value.gathered()  # of a likeness, say
         with torch.no_grad():
             if value.shape != self.shape or value.dtype != self.dtype:
                 self._become(value)
@@ -258,14 +260,14 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
                 return result
         mutated = mutated_arguments(StoredTensor, func, args, kwargs)
         if isinstance(args[0] if args else None, StoredTensor) and not mutated:
+            if needs_no_value(func, kwargs):
+                device = kwargs.get("device") or args[0].device
+                return func(without_values(args[0]), *args[1:], **{**kwargs, "device": device})
             if not args[0].captured:
                 if is_view(func) or (func is aten._to_copy.default and in_autocast()):
                     return args[0]._view(func, args[1:], kwargs)
                 if func is aten._to_copy.default and not torch.is_grad_enabled() and not decodes(args[0], kwargs):
                     return args[0]._convert(kwargs)
-            if func in METADATA_ONLY:
-                device = kwargs.get("device") or args[0].device
-                return func(without_values(args[0]), *args[1:], **{**kwargs, "device": device})
         if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
             return foreach(StoredTensor, func, args, kwargs)
         if mutated:
