@@ -131,3 +131,33 @@ def test_the_example_finds_the_limit_and_trains_twice_as_much_below_it(group: Pa
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-3000:]}"
     assert f"memory limit 1.0 GiB ({group}" in done.stdout and "2.0 GiB of states" in done.stdout
     assert peak(group) <= 1024 * MIB
+
+
+MAPPINGS = """
+import resource, sys, torch, zinf_fx, zinf_fx.errors
+store = sys.argv[1]
+for kind, counted in (resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"):
+    taken = int(next(line for line in open("/proc/self/status") if line.startswith(counted)).split()[1]) << 10
+    resource.setrlimit(kind, (taken + (1 << 30), resource.RLIM_INFINITY))
+    try:
+        zinf_fx.offload(torch.nn.Linear(4, 4), store=store, placement="nvme", host_memory="2GiB")
+    except zinf_fx.errors.StoreError as error:
+        print(error)
+    model = zinf_fx.offload(torch.nn.Linear(64, 64), store=store, placement="nvme")
+    model(torch.ones(2, 64)).sum().backward()
+    zinf_fx.optim.AdamW(model.parameters()).step()
+    print(model.weight.storage.tiers.host.capacity >> 20)
+    resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    del model
+"""
+
+
+def test_a_limit_of_what_the_process_maps(tmp_path: Path) -> None:
+    """A budget that doesn't fit is refused, and says why; where none is given, half of what is left is reserved."""
+    done = subprocess.run([sys.executable, "-c", MAPPINGS, tmp_path], capture_output=True, text=True)
+    assert not done.returncode and "Exception ignored" not in done.stderr, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 4, said
+    for refusal, capacity in (said[:2], said[2:]):
+        assert "lower host_memory, or raise the process's limit (ulimit -v, -d)" in refusal
+        assert 256 < int(capacity) <= 512

@@ -42,9 +42,8 @@ class Arena(Lessor):
         try:
             self._map = HostMapping(-1, self.capacity + SLAB, flags=flags)
         except OSError as error:
-            raise StoreError(
-                "reserve", name, f"no address space for the arena; lower {option}", length=capacity, errno=error.errno
-            ) from error
+            hint = f"no address space for the arena; lower {option}, or raise the process's limit (ulimit -v, -d)"
+            raise StoreError("reserve", name, hint, length=capacity, errno=error.errno) from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._base = round_up(address, SLAB) - address
         self._address = address + self._base
