@@ -77,3 +77,46 @@ def test_adapters_come_later(row: Row, tmp_path: Path) -> None:
         with torch.no_grad():
             outputs.append([model(**batches[0]).loss, loaded(**batches[0]).loss, *merged.parameters()])
     row.compare(outputs[1], outputs[0])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 32) / 4), nn.Parameter(torch.randn(4, 32, 16) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("beo,eoi->bi", torch.einsum("bi,eio->beo", x, self.up).relu(), self.down)
+
+
+@pytest.mark.row("peft", "LoRA over fused experts (`target_parameters`), saved, loaded, merged and unmerged; offload()")
+def test_experts(row: Row, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_parameters=["1.up", "1.down"], init_lora_weights=False)
+    x = torch.linspace(-1, 1, 48).view(3, 16)
+
+    def make(store: Path | None) -> nn.Module:
+        torch.manual_seed(0)
+        base = nn.Sequential(nn.Linear(16, 16), Experts())
+        return base if store is None else zinf_fx.offload(base, store=store, placement="nvme")
+
+    outputs = []
+    for store in (None, tmp_path / "store"):
+        model = peft.get_peft_model(make(store), config)
+        run = model if store is None else torch.compile(model, backend="zinf")
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        found = []
+        for _ in range(3):
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        model.save_pretrained(saved := tmp_path / f"adapter{store is None}")
+        loaded = peft.PeftModel.from_pretrained(make(store), saved)
+        with torch.no_grad():
+            model.merge_adapter()
+            found.append(model(x))
+            model.unmerge_adapter()
+            found += [model(x), loaded(x)]
+            found += [parameter.clone() for parameter in loaded.merge_and_unload().parameters()]
+        outputs.append(found)
+    row.compare(outputs[1], outputs[0])
