@@ -17,7 +17,7 @@ from zinf_fx.checkpoint.published import Published, as_published
 from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, places_in
 from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
 from zinf_fx.config import shortened
-from zinf_fx.errors import CheckpointError
+from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
@@ -174,10 +174,10 @@ def check_format(path: Path) -> None:
     have a format of which none is read."""
     try:
         file = (path if path.is_dir() else path.parent) / "config.json"
-        said = json.loads(file.read_text()) if file.is_file() else {}
+        said = parsed(read_regular(file, _LARGEST_INDEX).decode(), str(file), "configuration", CheckpointError)
         said = said.get("quantization_config") or said["compression_config"]
         method, kind = said["quant_method"], said.get("format") or said.get("quant_algo")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it says nothing that is understood
+    except (OSError, ZinfError, ValueError, LookupError, TypeError, AttributeError):  # it says nothing of a format
         return
     if method in _READ and (_READ[method] is None or kind in _READ[method]):
         return
