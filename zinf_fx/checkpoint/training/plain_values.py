@@ -5,7 +5,8 @@ What a part's state consists of is its own matter (`values.decode` reads that); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from zinf_fx.config import shortened
@@ -21,7 +22,12 @@ _Form = Callable[[Any], str | None]
 
 def fault_in(values: object) -> str | None:
     """What is wrong with the plain values of all parts, by their names; None: nothing."""
-    if is_nested_deeper(values, DEEPEST):
+    inside: list[object] = [values]
+    for _ in range(DEEPEST + 1):
+        if not all(math.isfinite(one) for one in inside if isinstance(one, float)):
+            return "a number among its plain values is beyond all numbers"
+        inside = [inner for one in inside for inner in _inside(one)]
+    if any(isinstance(one, (dict, list)) for one in inside):
         return f"its plain values are nested in more than {DEEPEST} levels"
     fault = _by_name(_part)(values)
     if fault is None and not all(name.isprintable() for name in values):
@@ -29,17 +35,8 @@ def fault_in(values: object) -> str | None:
     return None if fault is None else f"its plain values by part: {fault}"
 
 
-def is_nested_deeper(value: object, levels: int) -> bool:
-    """Whether lists and objects of JSON are in more than so many others."""
-    inside = [value]
-    for _ in range(levels + 1):
-        inside = [
-            inner
-            for one in inside
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return any(isinstance(one, (dict, list)) for one in inside)
+def _inside(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _anything(value: object) -> None:

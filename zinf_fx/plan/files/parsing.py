@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, NoReturn
 
 from zinf_fx.config import LARGEST
@@ -20,8 +19,7 @@ def parsed(text: str, what: str, noun: str, refusal: type[ZinfError]) -> Any:
         raise ValueError(f"{name} is no number of a {noun}")
 
     try:
-        hooks = {"parse_int": _whole, "parse_float": _finite, "parse_constant": refused}
-        return json.loads(text, object_pairs_hook=_unique, **hooks)
+        return json.loads(text, object_pairs_hook=_unique, parse_int=_whole, parse_constant=refused)
     except RecursionError:
         raise refusal(f"{what} is nested too deeply: a {noun} has a few levels") from None
     except ValueError as error:  # of JSON, and of our own hooks
@@ -35,12 +33,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"an object has {name[:60]!r} twice")
         found[name] = value
     return found
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{text[:60]} is beyond all numbers")
-    return number
 
 
 def _whole(digits: str) -> int:

@@ -105,6 +105,8 @@ class Store:
         self._generations = itertools.count(1)
         self._resources = Volumes(self.directories, names, depth, block)
         self._volumes = self._resources.all
+        for volume in self._volumes:
+            volume.identify()
         try:
             self._turns = Turns(weights or weights_of([(v.directory, v.device) for v in self._volumes]))
         except BaseException:
