@@ -45,12 +45,13 @@ class GradientsPart:
         gradients: dict[str, torch.Tensor] = {}
         for name, how in values["of"].items():
             if name.startswith(matching.left_out):
-                matching.wanted.update(self._full_name(name, rank) for rank in (None, matching.rank))
+                matching.wanted |= {self._full_name(name, rank) for rank in (None, *range(matching.ranks_then))}
                 continue
             if name not in parameters:
                 matching.differences.append(f"the gradient of '{name}' is in the checkpoint alone")
                 continue
             if how["alone"] and matching.ranks != matching.ranks_then:
+                matching.wanted |= {self._full_name(name, rank) for rank in range(matching.ranks_then)}
                 matching.differences.append(
                     f"the gradient of '{name}' was accumulated on each of {matching.ranks_then} ranks alone, under "
                     f"no_sync, and {matching.ranks} are here: load with as many, or save after a backward pass outside"
