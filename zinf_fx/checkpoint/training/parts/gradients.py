@@ -43,15 +43,16 @@ class GradientsPart:
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
         parameters = {name: parameter for parameter, name in self._names.items()}
         gradients: dict[str, torch.Tensor] = {}
+        passed_over: set[str] = set()
         for name, how in values["of"].items():
             if name.startswith(matching.left_out):
-                matching.wanted |= {self._full_name(name, rank) for rank in (None, *range(matching.ranks_then))}
+                passed_over.add(self._full_name(name, None))
                 continue
             if name not in parameters:
                 matching.differences.append(f"the gradient of '{name}' is in the checkpoint alone")
                 continue
             if how["alone"] and matching.ranks != matching.ranks_then:
-                matching.wanted |= {self._full_name(name, rank) for rank in range(matching.ranks_then)}
+                passed_over.add(self._full_name(name, None))
                 matching.differences.append(
                     f"the gradient of '{name}' was accumulated on each of {matching.ranks_then} ranks alone, under "
                     f"no_sync, and {matching.ranks} are here: load with as many, or save after a backward pass outside"
@@ -61,6 +62,7 @@ class GradientsPart:
             dtype = matching.saved(full_name).dtype
             gradients[name] = _space(parameters[name], dtype, reduced=not how["alone"])
             matching.target(full_name, gradients[name])
+        matching.pass_over(passed_over)
         matching.prefixes.append(f"{self.name}/")
         for name, parameter in parameters.items():
             matching.begin.append(partial(_set, parameter, gradients.get(name)))

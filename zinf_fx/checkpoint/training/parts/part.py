@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,10 @@ class Matching:
         if name not in self._saved:
             raise CheckpointError(f"the checkpoint names a tensor '{name}' that it doesn't have: it is damaged")
         return self._saved[name]
+
+    def pass_over(self, names: Set[str]) -> None:
+        """Tensors of these names, also of one rank alone, are in the checkpoint, and nobody is to have them."""
+        self.wanted |= {one for one in self._saved if one in names or one.rpartition("@")[0] in names}
 
     def all_differences(self, wanted: Collection[str]) -> list[str]:
         """Those of tensors, which others follow from, first. `wanted`: the names that any rank wants."""
