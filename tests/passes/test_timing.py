@@ -104,3 +104,44 @@ class _Mean(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(tokens).mean()
+
+
+class Routed(torch.nn.Module):
+    """Rows that go to experts sorted, and come back by the inverse of the permutation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(16, 4), torch.nn.Parameter(torch.randn(4, 16, 16))
+        self.last = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, order = self.router(x).argmax(-1).sort()
+        ends = torch.histc(chosen.float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        x = torch._grouped_mm(x[order].bfloat16(), self.experts.bfloat16(), offs=ends).float()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return self.last(x[back])
+
+
+def test_experts_are_timed_with_groups_and_a_permutation():
+    planning = plan_model(Routed(), (torch.randn(64, 16),), placement="nvme", pack=None, timed=True)
+    (seconds,) = planning.seconds
+    assert seconds and all(one >= 0 for one in seconds.values())
+
+
+def test_ends_of_groups_and_indices_are_made_up_as_they_are_used():
+    graph = fx.Graph()
+    rows, weight, ends, index = (graph.placeholder(name) for name in ("rows", "weight", "ends", "index"))
+    values = (
+        torch.ones(8, 4),
+        torch.ones(2, 4, 4),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int64),
+    )
+    for node, value in zip((rows, weight, ends, index), values, strict=True):
+        node.meta["val"] = value
+    graph.call_function(torch.ops.aten._grouped_mm.default, (rows, weight, ends))
+    graph.call_function(torch.ops.aten.index.Tensor, (rows, [index]))
+    assert timing._Uses(ends, None).values(2).tolist() == [4, 8]
+    assert timing._Uses(index, None).values(10).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
+    assert timing._Uses(ends, set()).values(2).tolist() == [0, 0]
