@@ -11,26 +11,31 @@ import pytest
 pytest.importorskip("peft", reason="is installed with the clients")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_lora.py"
+sys.path.insert(0, str(EXAMPLE.parent))
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, EXAMPLE, *map(str, options)], capture_output=True, text=True, timeout=240)
 
 
-def test_a_wrong_option_is_refused_before_a_base_is_made(tmp_path: Path) -> None:
-    base, store = tmp_path / "base", tmp_path / "store"
+def test_a_wrong_option_is_refused_before_a_base_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import finetune_lora
+
+    base, store, text = tmp_path / "base", tmp_path / "store", tmp_path / "text.txt"
     base.mkdir()
     store.mkdir()
-    for option, value, said in (
-        ("--rank", "0", "must be a whole number of at least 1"),
-        ("--activations", "recomput", "accepted: 'keep'"),
-        ("--length", "9999999999", "give a longer one"),
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    options = ("--base", str(base), "--store", str(store), "--text", str(text))
+    for given, said in (
+        ((*options, "--rank", "0"), "must be a whole number of at least 1"),
+        ((*options, "--activations", "recomput"), "accepted: 'keep'"),
+        ((*options, "--length", "9999999999"), "give a longer one"),
+        ((str(tmp_path),), "there is no checkpoint"),
     ):
-        found = run("--base", base, "--store", store, option, value)
-        assert found.returncode == 2 and said in found.stderr, found.stderr
+        with pytest.raises(SystemExit) as exit:
+            finetune_lora.main(given)
+        assert exit.value.code == 2 and said in capsys.readouterr().err
         assert not any(base.iterdir())
-    found = run(tmp_path)
-    assert found.returncode == 2 and "there is no checkpoint" in found.stderr, found.stderr
 
 
 def test_a_base_that_was_not_kept_to_the_end_is_made_anew(tmp_path: Path) -> None:
