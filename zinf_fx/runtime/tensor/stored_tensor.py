@@ -293,6 +293,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         return torch.Tensor.requires_grad.__get__(self)
 
     @requires_grad.setter
+    @torch.compiler.disable  # called between two graphs, it would be captured, which torch 2.14 fails to do
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
