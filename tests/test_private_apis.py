@@ -87,6 +87,7 @@ NAMES: dict[str, str] = {
     "torch._dynamo.source.AttrSource": "guards.py, likewise",
     "torch._guards.detect_fake_mode": "local_inputs.py makes fakes of inputs that Dynamo doesn't know",
     "torch.distributed.distributed_c10d._get_default_store": "runtime/meeting.py: where ranks meet",
+    "torch.distributed.ProcessGroupGloo": "runtime/meeting.py connects ranks under a name of its own",
     "torch.distributed.distributed_c10d._resolve_process_group": "runtime/tensor/tensor_parallel.py: the group used; "
     "runtime/onlooker.py: the group in which another rank waits",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "runtime/onlooker.py: the collectives started",

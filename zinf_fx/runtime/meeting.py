@@ -7,26 +7,33 @@ torch.save(model.state_dict())`. Started as it is, such a collective meets anoth
 of different lengths end the process. So ranks meet first, in torch.distributed's store: there, what each asks for is
 compared by name, and no collective is left behind in a process group when they differ.
 
-A rank that waits for long says so in the store, with the number of collectives that it has started. One that waits in a
-meeting for a rank that waits for a collective which the first has not started, waits for ever: both know it then. One
-that ends, or leaves torch.distributed, says that, too. For collectives of other code, see [Note: onlooker].
+A rank that waits for long, in a meeting or for a collective, says so in the store (`courses.py`). Where two wait for
+each other, they would for ever: whoever finds that out leaves a verdict at the point where each of them waits, for all
+that wait there. So does one that finds that a rank has ended ([Note: presence]). For collectives of other code, see
+[Note: onlooker].
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import pickle
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zinf_fx.errors import RanksError
+from zinf_fx.runtime.courses import Course, Point, Waits
+from zinf_fx.runtime.introduction import introduced
 from zinf_fx.runtime.onlooker import Onlooker
+from zinf_fx.runtime.presence import Presence
+from zinf_fx.runtime.waiting import Waiting, polling
 
 log = logging.getLogger("zinf_fx")
 
@@ -38,153 +45,269 @@ _ADVICE = (
     "the Trainer of zinf_fx.integrations.transformers, or the Accelerator of zinf_fx.integrations.accelerate; else, "
     "call full_tensor() of each value of its state_dict on every rank first"
 )
-_ENDED = -1  # in place of the number of collectives: this rank asks for nothing any more
+_LONGER = timedelta(hours=1)  # than any wait of ours, for those of gloo
+_FINE = "fine"  # the verdict of a meeting that all have come to
 
 
 class Meetings:
-    """Those of one group of ranks, of which this process is one."""
+    """Those of one group of ranks, of which this process is one, and the collectives that they begin."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
-        """`name`: the same on all ranks of the group, and of no other meetings."""
-        self._store = dist.PrefixStore(f"zinf_fx/{name}", _get_default_store())
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout = timeout
-        self._number = 0
-        self._said = False
-        self._onlooker = Onlooker(self._store, self._rank)
-        weakref.finalize(self, _leave, self._store, self._rank, os.getpid())
+    _known: ClassVar[dict[dist.ProcessGroup, Meetings]] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout: float) -> Meetings:
+        """Those of a group. All of its ranks call this, for the first time at the same point. Raises: RanksError when
+        one doesn't, for `timeout` seconds."""
+        known = cls._known.get(group)
+        if known is None:
+            known = cls._known[group] = cls(group, timeout)
+        return known
+
+    @classmethod
+    def forget(cls, group: dist.ProcessGroup) -> Meetings:
+        """torch.distributed has a group no more: these meetings have a thread and sockets."""
+        return cls._known.pop(group)
+
+    @classmethod
+    def groups(cls) -> list[dist.ProcessGroup]:
+        return list(cls._known)
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        store = dist.PrefixStore("zinf_fx", _get_default_store())
+        self._members = dist.get_process_group_ranks(group)
+        self._rank, self._size = dist.get_rank(group), len(self._members)
+        of_this_name = dist.PrefixStore(group.group_name, store)
+        name, processes = introduced(of_this_name, self._rank, self._size, timeout)
+        self._store, of_this_attempt = store, dist.PrefixStore(name, store)
+        self._waits = Waits(store, dist.get_rank())
+        self._met, self._begun = Course(f"{name}/met", True), Course(f"{name}/begun", False)
+        self._exchanged = Course(f"{name}/exchanged", False)  # by connections of their own
+        self._presence = Presence(of_this_attempt, self._rank, processes)
+        self._connections = dist.PrefixStore("connections", of_this_attempt)
+        self._agreement: dist.ProcessGroupGloo | None = None
+        self._warned = False  # of the meeting under way
+        self._onlooker = Onlooker(of_this_attempt, self._rank, self._presence)
         weakref.finalize(self, self._onlooker.end)
 
-    def meet(self, what: str, started: int) -> None:
-        """Return when all ranks have come for `what`; `started` collectives have begun on this one.
+    def meet(self, what: str, timeout: float) -> None:
+        """Return when all ranks have come for `what`.
 
-        Raises: RanksError, on every rank that has come, when one comes for something else, or waits for a collective
-        that is not going to begin; or when one doesn't come in time.
+        Raises: RanksError, on every rank that has come, when one comes for something else, waits for what another one
+        won't begin, or has ended; or when one doesn't come within `timeout` seconds.
         """
-        self._say_nothing()
-        self._number += 1
-        self._onlooker.arrive(self._number)
-        came, asked, agreed, verdict = self._keys(self._number)
+        self._met.number += 1
+        number = self._met.number
+        self._warned = False
+        self._onlooker.arrive(number)
+        asked, agreed, verdict = self._keys(number)
         mine = f"{what} on rank {self._rank}"
-        if self._store.add(came, 1) == 1:
-            self._store.set(asked, mine)
-        first = self._store.get(asked).decode()
-        if first.rpartition(" on rank ")[0] != what:
-            self._store.set(verdict, f"ranks disagree: {first}, and {mine}. Each is {_ADVICE}")
-        elif self._store.add(agreed, 1) == self._size:
-            for key in self._keys(self._number - 1):  # everybody has left that one
-                self._store.delete_key(key)
-            self._store.set(verdict, "")
-        if found := self._verdict(verdict, what, started):
-            raise RanksError(found)
-        self._say_nothing()
+        with self.naming(what, timeout):
+            first = self._store.compare_set(asked, "", mine).decode()
+            if first.rpartition(" on rank ")[0] != what:
+                self._decide(verdict, f"ranks disagree: {first}, and {mine}. Each is {_ADVICE}")
+            elif self._store.add(agreed, 1) == self._size:
+                for key in self._keys(number - 1):  # everybody has left that one
+                    self._store.delete_key(key)
+                self._decide(verdict, _FINE)
+            self._wait(lambda seconds: self._is_decided(verdict, seconds), self._met, number, what, timeout)
 
-    def wait(self, work: dist.Work, what: str, number: int) -> None:
-        """Return when `work` is over, which is the collective of this number on this rank.
+    def begin(self, what: str) -> int:
+        """A collective begins in the group: the number that it has on all ranks.
 
-        Raises: RanksError when it isn't going to begin on another rank; what torch.distributed raises.
+        Raises: RanksError after one that failed. This rank and others may have begun different ones since, and those
+        that are met by another one give wrong values, or end the process.
         """
-        self._say_nothing()
-        for patience in self._patience():
-            asked = time.monotonic()
-            try:
-                work.wait(timedelta(seconds=patience))
-            except RuntimeError:
-                if time.monotonic() - asked < patience - 0.01:  # it waits whole milliseconds
-                    raise  # it is over, and failed
-            else:
-                self._say_nothing()
-                return
-            self._say(number, 0, what)
-            for rank, (started, meeting, theirs) in self._others().items():
-                if meeting and started < number:
-                    found = self._deadlock(rank, theirs, f"rank {self._rank} for {what} to begin there")
-                    self._store.set(self._keys(meeting)[-1], found)
-                    raise RanksError(found)
-        raise RanksError(unexplained(what, self._rank, self._size, self._timeout))
+        return self._next(self._begun, what)
 
-    def _verdict(self, key: str, what: str, started: int) -> str:
-        """What the ranks find in the meeting under way: nothing wrong, or what is."""
-        for patience in self._patience():
-            asked = time.monotonic()
+    def _next(self, course: Course, what: str) -> int:
+        if course.failed:
+            raise RanksError(
+                f"{what} was refused on rank {self._rank} of {self._size}: an earlier collective of the process group "
+                "failed, and the ranks' collectives don't match any more. End all ranks, and resume from a checkpoint. "
+                f"What failed: {course.failed}"
+            )
+        course.number += 1
+        return course.number
+
+    def wait(self, work: dist.Work, what: str, number: int, timeout: float) -> None:
+        """Return when `work` is over, which is the collective of this number.
+
+        Raises: RanksError when it isn't going to begin on another rank, or one has ended, or after `timeout` seconds;
+        what torch.distributed raises.
+        """
+        self._wait_for(work, self._begun, number, what, timeout)
+
+    def _wait_for(self, work: dist.Work, course: Course, number: int, what: str, timeout: float) -> None:
+        with self.naming(what, timeout):
             try:
-                self._store.wait([key], timedelta(seconds=patience))
-                return self._store.get(key).decode()
-            except RuntimeError as error:
-                if time.monotonic() - asked < patience / 2:  # the store is gone
-                    raise RanksError(f"{what} failed on rank {self._rank} of {self._size}: {error}") from error
-            if not self._said:
-                log.warning(
-                    f"rank {self._rank} of {self._size} has waited {patience:g} s for the other ranks to come to "
-                    f"{what}, {_ADVICE}"
-                )
-            self._say(started, self._number, what)
-            for rank, (number, meeting, theirs) in self._others().items():
-                if number == _ENDED:
-                    self._store.set(key, self._alone(rank, what))
-                elif not meeting and number > started:
-                    self._store.set(key, self._deadlock(self._rank, what, f"rank {rank} for {theirs} to begin there"))
-            if elsewhere := self._onlooker.ask():
-                self._store.set(key, self._deadlock(self._rank, what, elsewhere))
+                if work.is_completed():
+                    work.wait()
+                elif number <= course.given_up:
+                    why = course.failed or "an earlier wait of this rank was interrupted"
+                    raise RanksError(f"{what} was given up on rank {self._rank} of {self._size}: {why}")
+                else:
+                    with Waiting.for_work(work) as waiting:
+                        self._wait(waiting.over, course, number, what, timeout)
+            except BaseException as error:
+                course.given_up = course.number
+                if isinstance(error, Exception):
+                    course.failed = course.failed or str(error)
+                raise
+
+    def exchange(self, value: Any, what: str, timeout: float) -> list[Any]:
+        """The `value` of each rank. Raises: RanksError, on every rank, when one does not come for it."""
+        self.meet(what, timeout)
+        with self.naming(what, timeout):
+            mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            sizes = [int(size) for size in self._gathered(torch.tensor([mine.numel()]), what, timeout)]
+            room = torch.zeros(max(sizes), dtype=torch.uint8)
+            room[: mine.numel()] = mine
+            found = self._gathered(room, what, timeout)
+        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(found, sizes, strict=True)]
+
+    def _gathered(self, mine: torch.Tensor, what: str, timeout: float) -> list[torch.Tensor]:
+        """The tensor that each rank gives. They travel by connections of their own: those of the group may be busy with
+        what has failed, and its backend may have no collectives in host memory."""
+        if self._agreement is None:
+            self._agreement = self._connected(what, timeout)
+        number = self._next(self._exchanged, what)
+        room = [torch.empty_like(mine) for _ in range(self._size)]
+        work = self._agreement.allgather([room], [mine])
+        self._wait_for(work, self._exchanged, number, what, timeout)
+        return room
+
+    def _connected(self, what: str, timeout: float) -> dist.ProcessGroupGloo:
+        """Under the name of these meetings: what a group of torch.distributed finds under its own may be of ranks that
+        are dead."""
+        made: list[dist.ProcessGroupGloo] = []
+        arguments = self._connections, self._rank, self._size, _LONGER
+        number = self._next(self._exchanged, what)
+        with Waiting(lambda: made.append(dist.ProcessGroupGloo(*arguments)) is None) as waiting:
+            self._wait(waiting.over, self._exchanged, number, what, timeout)
+        return made.pop()
+
+    def _wait(self, over: Callable[[float], bool], course: Course, number: int, what: str, timeout: float) -> None:
+        """Return when `over`, which waits for so many seconds at most, says so, and no verdict is against it. Raises:
+        what it raises; RanksError."""
+        end, verdict, ended = time.monotonic() + timeout, _verdict_at(course.name, number), []
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if over(min(PATIENCE, left)):
+                    found = self._store.get(verdict).decode() if course.is_met else _FINE
+                    break
+                before, ended = ended, self._presence.ended()
+                # What one has sent before it ended may be on its way.
+                gone = ended if course.is_met else [rank for rank in ended if rank in before]
+                if found := self._trouble(course, number, what, gone):
+                    found = self._decide(verdict, found)
+                    break
+            else:
+                found = self._decide(verdict, self._late(course, what, timeout))
+        except BaseException as error:  # an interrupt, too: this rank does not wait any more
+            failed = f"{what} failed on rank {self._rank} of {self._size}: {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # the store ended first
+                self._decide(verdict, failed)
+            raise
+        finally:
+            self._waits.say_nothing()
+        if found != _FINE:
+            raise RanksError(found)
+
+    def _trouble(self, course: Course, number: int, what: str, ended: list[int]) -> str:
+        """Why a rank that waits here will wait for ever; or nothing."""
+        key = _verdict_at(course.name, number)
+        if self._store.check([key]):
+            return self._store.get(key).decode()
+        if ended and course.is_met:
+            return (
+                f"rank {self._rank} of {self._size} waits for the others to come to {what}, and {_named(ended)} ended, "
+                f"or left torch.distributed. The first is {_ADVICE}"
+            )
+        if ended:
+            return self._failed(what, ended)
+        if course.is_met and not self._warned:
+            self._warned = True
+            log.warning(
+                f"rank {self._rank} of {self._size} has waited {PATIENCE:g} s for the other ranks to come to {what}, "
+                f"{_ADVICE}"
+            )
+        mine = Point(course.name, number, what, course.is_met, Course.numbers())
+        if not self._waits.say(mine):
+            return ""
+        for rank, member in enumerate(self._members):
+            if rank != self._rank and (theirs := self._waits.of(member)) and theirs.is_awaited_in_vain_by(mine):
+                found = self._deadlock((self._rank, mine), (rank, theirs))
+                return self._decide(_verdict_at(theirs.course, theirs.number), found)
+        if course.is_met and (elsewhere := self._onlooker.ask()):
+            return self._deadlock((self._rank, mine), elsewhere=elsewhere)
+        return ""
+
+    def _is_decided(self, verdict: str, seconds: float) -> bool:
+        """Whether there is a verdict within so many seconds."""
+        return any(self._store.check([verdict]) for _ in polling(seconds))
+
+    def _decide(self, key: str, verdict: str) -> str:
+        """Leave a verdict for all that wait there. Returns the one that counts, which is the first."""
+        return self._store.compare_set(key, "", verdict).decode()
+
+    def _keys(self, meeting: int) -> tuple[str, str, str]:
+        """In the store: what the first came for, how many came for the same, and what is found."""
+        prefix = f"{self._met.name}/{meeting}"
+        return f"{prefix}/asked", f"{prefix}/agreed", _verdict_at(self._met.name, meeting)
+
+    def _late(self, course: Course, what: str, timeout: float) -> str:
+        """What is said of a wait that took too long."""
+        if not course.is_met:
+            return unexplained(what, self._rank, self._size, timeout)
         return (
             f"{what} failed on rank {self._rank} of {self._size}: the other ranks did not come to it within "
-            f"collective_timeout ({self._timeout.total_seconds():g} s). It is {_ADVICE}"
+            f"collective_timeout ({timeout:g} s). It is {_ADVICE}"
         )
 
-    def _patience(self) -> Iterator[float]:
-        """Seconds to wait at a time, until the time is over. Never less than a few milliseconds: torch.distributed
-        rounds to whole ones, and takes none for a wait without end."""
-        end = time.monotonic() + self._timeout.total_seconds()
-        while (left := end - time.monotonic()) > 0:
-            yield min(PATIENCE, max(left, 0.005))
+    def _failed(self, what: str, ended: list[int]) -> str:
+        return f"{what} failed on rank {self._rank} of {self._size}: {_named(ended)} ended, or left torch.distributed"
 
-    def _keys(self, meeting: int) -> tuple[str, str, str, str]:
-        """In the store: how many came, what the first came for, how many came for the same, and what is found."""
-        return f"{meeting}/came", f"{meeting}/asked", f"{meeting}/agreed", f"{meeting}/verdict"
+    def _deadlock(self, *waits: tuple[int, Point], elsewhere: str = "") -> str:
+        """What is said of ranks that wait for each other, each at a point; or, in words, in other code."""
+        said, is_met = [], any(point.is_met for _, point in waits)
+        for rank, point in sorted(waits, key=lambda wait: not wait[1].is_met):
+            if point.is_met:
+                said.append(f"rank {rank} of {self._size} for the others to come to {point.what}")
+            else:
+                said.append(f"rank {rank} for {point.what} to begin {'there' if is_met else 'elsewhere'}")
+        found = f"ranks wait for each other: {', and '.join(filter(None, [*said, elsewhere]))}"
+        return f"{found}. The first is {_ADVICE}" if is_met else found
 
-    def _say(self, number: int, meeting: int, what: str) -> None:
-        """Let the others know what this rank waits for: in a meeting, after `number` collectives; or for that one."""
-        self._said = True
-        self._store.set(f"waits/{self._rank}", f"{number} {meeting} {what}")
-
-    def _say_nothing(self) -> None:
-        if self._said:
-            self._said = False
-            self._store.set(f"waits/{self._rank}", "")
-
-    def _others(self) -> dict[int, tuple[int, int, str]]:
-        """What those said who wait or have ended, by rank."""
-        found = {}
-        for rank in range(self._size):
-            key = f"waits/{rank}"
-            if rank != self._rank and self._store.check([key]) and (said := self._store.get(key).decode()):
-                number, meeting, what = said.split(" ", 2)
-                found[rank] = int(number), int(meeting), what
-        return found
-
-    def _alone(self, ended: int, what: str) -> str:
-        return (
-            f"rank {self._rank} of {self._size} waits for the others to come to {what}, and rank {ended} ended, or "
-            f"left torch.distributed. The first is {_ADVICE}"
-        )
-
-    def _deadlock(self, meeting: int, what: str, other: str) -> str:
-        return (
-            f"ranks wait for each other: rank {meeting} of {self._size} for the others to come to {what}, and {other}. "
-            f"The first is {_ADVICE}"
-        )
+    @contextlib.contextmanager
+    def naming(self, what: str, timeout: float) -> Iterator[None]:
+        """Errors of torch.distributed in the block say which rank waited for what, and which one ended. Raises:
+        RanksError."""
+        try:
+            yield
+        except RanksError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            for _ in polling(PATIENCE):  # a connection closes before its process is gone
+                if ended := self._presence.ended():
+                    found = self._failed(what, ended)
+                    break
+            else:
+                found = unexplained(what, self._rank, self._size, timeout)
+            raise RanksError(f"{found}. torch.distributed says: {error}") from error
 
 
-def unexplained(what: str, rank: int, size: int, timeout: timedelta) -> str:
+def unexplained(what: str, rank: int, size: int, timeout: float) -> str:
     """What is said of a collective that failed on a rank when nothing else is known."""
     return (
         f"{what} failed on rank {rank} of {size}: another rank ended, or does something else at this point, or took "
-        f"longer than collective_timeout ({timeout.total_seconds():g} s)"
+        f"longer than collective_timeout ({timeout:g} s)"
     )
 
 
-def _leave(store: dist.Store, rank: int, pid: int) -> None:
-    """Let the others know that this rank ends: not a process that it made by fork."""
-    if os.getpid() == pid:
-        with contextlib.suppress(RuntimeError):  # the store ended first
-            store.set(f"waits/{rank}", f"{_ENDED} 0 ")
+def _verdict_at(course: str, number: int) -> str:
+    """The key of what is found about those that wait at a point."""
+    return f"{course}/{number}/verdict"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from zinf_fx.runtime.presence import Presence
+
 _INTERVAL = 1.0  # seconds from one look to the next
 # They end on no rank before all of the group have started them.
 _OF_ALL = {"barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_single"} | {
@@ -40,9 +42,9 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 class Onlooker:
     """Of one rank's meetings. Its thread ends with `end`."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, presence: Presence) -> None:
         """`store`: of these meetings alone. `rank`: this one's number in them."""
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._presence = store, rank, presence
         self._process = os.getpid()
         self._arrived = 0
         self._threads = {threading.get_ident()}
@@ -77,6 +79,7 @@ class Onlooker:
         before = ""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the ranks with it
             while not self._ended.wait(_INTERVAL):
+                self._presence.ended()  # says so of others on this machine
                 late = self._store.get("late").decode() if self._store.check(["late"]) else "0 0"
                 meeting, rank = map(int, late.split())
                 found = self._blocked(rank) if meeting > self._arrived else ""

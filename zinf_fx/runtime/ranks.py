@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups
-from zinf_fx.runtime.meeting import Meetings, unexplained
+from zinf_fx.runtime.meeting import Meetings
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.watch import Queued, Watch
@@ -29,17 +29,26 @@ class Collective:
 
     Attributes:
         failed: whether it did. It may write to its tensors still.
+        afterwards: what is left to do when it is over, if anything.
     """
 
     def __init__(
-        self, work: dist.Work | None, what: str, ranks: Ranks, note: Note | None, number: int, queued: Queued | None
+        self,
+        work: dist.Work | None,
+        what: str,
+        ranks: Ranks,
+        meetings: Meetings,
+        number: int,
+        note: Note | None,
+        queued: Queued | None,
     ) -> None:
-        """`work`: None when it is over. `what` names it and the tile in errors. `note`: to end after a wait. `number`:
-        which it is of those that were started. `queued`: in the queue of a device; None of tensors in host memory, for
-        which this thread waits, and may give that up and take it up again."""
-        self._work, self._what, self._ranks, self._note = work, what, ranks, note
-        self._number, self._queued = number, queued
+        """`work`: None when it is over. `what` names it and the tile in errors. `number`: which it is in the group that
+        these meetings are of. `note`: to end after a wait. `queued`: in the queue of a device; None of tensors in host
+        memory, for which this thread waits."""
+        self._work, self._what, self._ranks, self._meetings, self._number = work, what, ranks, meetings, number
+        self._note, self._queued = note, queued
         self.failed = False
+        self.afterwards: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Return when it is over. On a device, return at once: what is queued from now on follows it, and `Watch` names
@@ -51,15 +60,16 @@ class Collective:
             raise RanksError(f"{self._what} failed before on rank {self._ranks.rank} of {self._ranks.size}")
         if self._work is not None:
             work, self._work, self.failed = self._work, None, True
-            with self._ranks.naming(self._what):
-                if self._queued is not None:
+            timeout = self._ranks.timeout
+            if self._queued is None:
+                self._meetings.wait(work, self._what, self._number, timeout)
+            else:
+                with self._meetings.naming(self._what, timeout):
                     work.wait()  # a timeout, whichever, has NCCL keep this thread until the collective is over
                     self._queued.joined()
-                elif self._ranks.meetings is not None:
-                    self._ranks.meetings.wait(work, self._what, self._number)
-                else:
-                    work.wait(self._ranks.timeout)
-            self.failed = False
+            if self.afterwards is not None:
+                self.afterwards()
+            self.failed, self.afterwards = False, None
             RECORDER.end(self._note)
 
 
@@ -72,7 +82,7 @@ class Ranks:
         replicas: how many groups there are.
         agreed: what they have decided together, by what that is for: to be decided once, as one rank may need it again
             when the others don't.
-        timeout: after which a collective that does not end is an error.
+        timeout: seconds after which a collective that does not end is an error.
         meetings: of the ranks that divide a model; None of one rank alone.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
             of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1). An
@@ -97,23 +107,17 @@ class Ranks:
         self.rank, self.size = _place_in(everyone)
         self.shard, self.shards = _place_in(within)
         _, self.replicas = _place_in(across)
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = timeout
         self.sent_bytes = 0
         self.agreed: dict[str, Any] = {}
         self._watch = Watch(f"rank {self.rank} of {self.size}", timeout)
-        # Agreement has a group of its own: a rank that waits in it does not take part in what others do in the first.
-        members = None if everyone is None else dist.get_process_group_ranks(everyone)
-        # Processes that are in no group, or in another one of the same kind, take no part in making it.
-        self._agreement = (
-            dist.new_group(members, self.timeout, "gloo", use_local_synchronization=True) if self.size > 1 else None
-        )
-        self._started = 0
         self._all_meet = self.meetings = None
-        if self._agreement is not None:
-            name = self._agreement.group_name
-            self._all_meet = self.meetings = Meetings(self._agreement, name, self.timeout)
-            if within is not None and self.replicas > 1:
-                self.meetings = Meetings(within, f"{name}/{within.group_name}", self.timeout)
+        self._meetings: dict[dist.ProcessGroup, Meetings] = {}  # by group, those of no others
+        if self.size > 1:
+            for group in filter(None, (everyone, within, across)):
+                self._meetings[group] = Meetings.of(group, timeout)
+            self._all_meet = self._meetings[everyone]
+            self.meetings = self._meetings[everyone if within is None else within]
 
     @classmethod
     def of(cls, config: Config) -> Ranks:
@@ -147,6 +151,8 @@ class Ranks:
         """Forget ranks whose group torch.distributed has no more: they have another group, a thread and sockets."""
         with cls._lock:
             destroyed = [cls._known.pop(group) for group in list(cls._known) if not _is_known(group)]
+            for group in [group for group in Meetings.groups() if not _is_known(group)]:
+                destroyed.append(Meetings.forget(group))
         del destroyed  # without the lock
 
     @property
@@ -183,7 +189,13 @@ class Ranks:
         """Start to sum `full` of every rank of the group; `shard` gets this rank's part."""
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         what = f"reduce-scatter of {what}"
-        return self._start("reduce_scatter", what, full, _reduce_scatter, self._within, shard, full)
+        if full.device.type != "cpu":
+            return self._start("reduce_scatter", what, full, _reduce_scatter, self._within, shard, full)
+        # Gloo's own does this in its wait, which knows no time-out, and which nobody can give up.
+        whole, own = full.reshape(-1).clone(), slice(self.shard * shard.numel(), (self.shard + 1) * shard.numel())
+        started = self._start("reduce_scatter", what, whole, dist.all_reduce, self._within, whole)
+        started.afterwards = lambda: shard.view(-1).copy_(whole[own])
+        return started
 
     def all_reduce(self, shard: torch.Tensor, what: str) -> Collective:
         """Start to sum the `shard` of every group's rank that has the same one, in place."""
@@ -220,22 +232,14 @@ class Ranks:
 
     def of_first(self, value: Any, what: str) -> Any:
         """The `value` of the first of all ranks: of what each finds out by itself, and all have to act upon alike."""
-        if self.size == 1:
-            return value
-        values = [value]
-        self._all_meet.meet(f"broadcast of {what}", self._started)
-        with self.naming(f"broadcast of {what}"):
-            dist.broadcast_object_list(values, dist.get_global_rank(self._everyone, 0), group=self._agreement)
-        return values[0]
+        return self._exchanged(value if self.rank == 0 else None, f"broadcast of {what}")[0]
 
     def of_all(self, value: Any, what: str) -> list[Any]:
         """The `value` of each rank. Raises: RanksError, on every rank, when one does not come to compare."""
-        values: list[Any] = [value] * self.size
-        if self.size > 1:
-            self._all_meet.meet(f"comparison of {what}", self._started)
-            with self.naming(f"comparison of {what}"):
-                dist.all_gather_object(values, value, group=self._agreement)
-        return values
+        return self._exchanged(value, f"comparison of {what}")
+
+    def _exchanged(self, value: Any, what: str) -> list[Any]:
+        return [value] if self._all_meet is None else self._all_meet.exchange(value, what, self.timeout)
 
     def agree(self, value: str, what: str) -> None:
         """Compare `value` over all ranks.
@@ -263,7 +267,7 @@ class Ranks:
     def meet(self, what: str) -> None:
         """Before collectives that code outside of graphs asks for: see [Note: meetings]."""
         if self.meetings is not None:
-            self.meetings.meet(what, self._started)
+            self.meetings.meet(what, self.timeout)
 
     def _start(
         self,
@@ -271,29 +275,19 @@ class Ranks:
         what: str,
         moved: torch.Tensor,
         collective: Callable[..., dist.Work | None],
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         *arguments: Any,
     ) -> Collective:
         """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`."""
+        meetings = self._meetings[group]
+        number = meetings.begin(what)
         note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)
-        self._started += 1
-        with self.naming(what):
+        with meetings.naming(what, self.timeout):
             work = collective(*arguments, group=group, async_op=True)
         note, queued = RECORDER.ends_with(note, work), None
         if moved.device.type != "cpu" and work is not None:
             queued = self._watch.add(work, what, device_of(moved.device).mark)
-        return Collective(work, what, self, note, self._started, queued)
-
-    @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """Errors of torch.distributed in the block say which rank waited for what. Raises: RanksError."""
-        try:
-            yield
-        except RanksError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            found = unexplained(what, self.rank, self.size, self.timeout)
-            raise RanksError(f"{found}. torch.distributed says: {error}") from error
+        return Collective(work, what, self, meetings, number, note, queued)
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
