@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.local_parameter import stored_in
 
 
 class _Failure(NamedTuple):
@@ -20,9 +22,12 @@ class _Failure(NamedTuple):
     is_damage: bool
 
 
-def all_ranks() -> Ranks:
-    """All of torch.distributed; without it, this process alone."""
-    return Ranks.of(Config())
+def all_ranks(*models: torch.nn.Module) -> Ranks:
+    """All of torch.distributed; without it, this process alone. They wait for each other for as long as those do that
+    train the first of these models that is stored."""
+    stored = (one for model in models for parameter in model.parameters() for one in stored_in(parameter))
+    first = next(stored, None)
+    return Ranks.of(Config() if first is None else Config(collective_timeout=first.storage.config.collective_timeout))
 
 
 @contextmanager

@@ -66,11 +66,15 @@ def streamed_in(parts: Parts) -> list[Streamed]:
     return [one for one in optimizers if isinstance(one, Streamed)]
 
 
+def modules_in(parts: Parts) -> list[torch.nn.Module]:
+    """The models, the one that is called so first."""
+    present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
+    return [part.module for part in present if isinstance(part, ModulePart)]
+
+
 def unwritten_in(parts: Parts) -> set[int]:
     """The keys of the storages of frozen parameters, which no step rewrites."""
-    present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
-    modules = [part.module for part in present if isinstance(part, ModulePart)]
-    frozen = (p for module in modules for p in module.parameters() if not p.requires_grad)
+    frozen = (p for module in modules_in(parts) for p in module.parameters() if not p.requires_grad)
     return {stored.storage.key for parameter in frozen for stored in stored_in(parameter)}
 
 

@@ -17,7 +17,15 @@ from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint.agreement import all_ranks, together
 from zinf_fx.checkpoint.files import refusals
 from zinf_fx.checkpoint.training.adopting import Adoption
-from zinf_fx.checkpoint.training.contents import OPTIMIZER, Parts, between_steps, parts_of, streamed_in, unwritten_in
+from zinf_fx.checkpoint.training.contents import (
+    OPTIMIZER,
+    Parts,
+    between_steps,
+    modules_in,
+    parts_of,
+    streamed_in,
+    unwritten_in,
+)
 from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
 from zinf_fx.checkpoint.training.holdings import Holding
 from zinf_fx.checkpoint.training.manifest import Manifest, SavedFile, SavedTensor, from_text
@@ -56,7 +64,7 @@ def load_checkpoint(
 @held_back
 def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
     """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
-    ranks, directory = all_ranks(), directory.absolute()
+    ranks, directory = all_ranks(*modules_in(parts)), directory.absolute()
     with together(f"looking at the checkpoint in {directory}", ranks):
         content = read_manifest(directory)
         manifest = from_text(content, str(directory / MANIFEST))

@@ -112,7 +112,7 @@ class CheckpointManager:
         Raises: CheckpointError for one that doesn't fit the training, and when there are some, but none is whole.
         """
         self.close()
-        ranks = all_ranks()
+        ranks = all_ranks(self._model)
         with together(f"looking for checkpoints in {self.directory}", ranks):
             found = self._found() if ranks.rank == 0 else []
         there = [(str(one.path), one.step, one.damage) for one in reversed(found) if one.step is not None or one.damage]
@@ -188,7 +188,7 @@ class CheckpointManager:
     def _save(self, step: int, name: str, parts: Parts, behind: Behind | None = None) -> Path:
         """`behind`: how it may be copied behind training; None: it is to be there when this returns."""
         self._finish_copy()
-        path, ranks = self.directory / name, all_ranks()
+        path, ranks = self.directory / name, all_ranks(self._model)
         with together(f"looking for checkpoints in {self.directory}", ranks):
             before = self._swept() if ranks.rank == 0 else []
         replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
@@ -279,7 +279,7 @@ class CheckpointManager:
 
     def _agreed(self, is_due: bool) -> tuple[bool, bool]:
         """Whether it is time to save, as the first rank finds, and whether any was told to end."""
-        found = all_ranks().of_all((is_due, self._terminated), "whether to save a checkpoint")
+        found = all_ranks(self._model).of_all((is_due, self._terminated), "whether to save a checkpoint")
         return found[0][0], any(ends for _, ends in found)
 
     def _replaced(self, before: list[Found], saved: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_
 from zinf_fx.checkpoint.training import files as names
 from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
 from zinf_fx.checkpoint.training.catalog import Manifests, discard_all, proven_in
-from zinf_fx.checkpoint.training.contents import Parts, between_steps, parts_of, unwritten_in
+from zinf_fx.checkpoint.training.contents import Parts, between_steps, modules_in, parts_of, unwritten_in
 from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
 from zinf_fx.checkpoint.training.frozen import Frozen, NotFrozenError
 from zinf_fx.checkpoint.training.generations import KeptInStore
@@ -106,7 +106,7 @@ def save(
     checkpoint that this one is to come after, whatever the clock says; `others`: directories of checkpoints that it
     replaces, too, which are removed when it is there. With `behind`, returns what goes on behind training, if anything
     does: see [Note: copies behind training]. `manifests` are told of the one that is written."""
-    ranks, started = all_ranks(), time.perf_counter()
+    ranks, started = all_ranks(*modules_in(parts)), time.perf_counter()
     directory, *others = replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
         still = rooms.enter_context(ExitStack())  # in which nothing is changed
