@@ -20,7 +20,7 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -164,6 +164,13 @@ class Meetings:
             room[: mine.numel()] = mine
             found = self._gathered(room, what, timeout)
         return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(found, sizes, strict=True)]
+
+    def compare(self, numbers: Sequence[int], what: str, timeout: float) -> list[bool]:
+        """Whether each of the numbers is the same on all ranks, as one collective, without a meeting before it. Raises:
+        RanksError, as `wait`."""
+        with self.naming(what, timeout):
+            found = torch.stack(self._gathered(torch.tensor(numbers), what, timeout))
+        return (found == found[0]).all(0).tolist()
 
     def _gathered(self, mine: torch.Tensor, what: str, timeout: float) -> list[torch.Tensor]:
         """The tensor that each rank gives. They travel by connections of their own: those of the group may be busy with

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -257,12 +255,9 @@ class Ranks:
             )
 
     def alike(self, numbers: Sequence[int], what: str) -> list[bool]:
-        """Whether each of the numbers, below 2**62, is the same on all ranks. Raises: RanksError, as a collective."""
-        both = torch.tensor([*numbers, *(-number for number in numbers)])
-        what = f"comparison of {what}"
-        self._start(None, what, both, dist.all_reduce, self._agreement, both, dist.ReduceOp.MAX).wait()
-        largest, smallest = both.view(2, -1).tolist()
-        return [high == -low for high, low in zip(largest, smallest, strict=True)]
+        """Whether each of the numbers, below 2**63, is the same on all ranks, of which there are several. Raises:
+        RanksError, as a collective."""
+        return self._all_meet.compare(numbers, f"comparison of {what}", self.timeout)
 
     def meet(self, what: str) -> None:
         """Before collectives that code outside of graphs asks for: see [Note: meetings]."""

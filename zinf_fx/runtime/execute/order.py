@@ -4,7 +4,7 @@
 Each rank compiles for the sizes of its own batches, whenever it meets new ones, so one rank may run a graph that it has
 compiled just now while another runs one of the first step. What has to be equal is the sequence of collectives: it
 follows from the plan, from what is still in memory of earlier graphs, and from which gradients are reduced now. Before
-a graph that starts any, ranks compare a number that stands for these: one small all-reduce.
+a graph that starts any, ranks compare a number that stands for these, in one small collective.
 
 Where plans agree, and what is in memory doesn't (a graph that was compiled just now has no successor yet whose tiles it
 could fetch), all ranks drop what is in memory, and begin anew. What other ranks updated is gathered once a graph that
