@@ -234,7 +234,7 @@ class Recorder:
 
     def ends_with(self, note: Note | None, work: dist.Work | None) -> Note | None:
         """What `begin` noted is over when the collective `work` is; None: now. Returns the note if it is not over
-        before somebody has waited for it: gloo finishes a reduce-scatter in the thread that waits."""
+        before somebody has waited for it: some works tell nobody when they are over."""
         if note is None or work is None:
             self.end(note)
             return None
