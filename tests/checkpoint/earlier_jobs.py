@@ -22,7 +22,7 @@ import zinf_fx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does
 
-from checkpoint.jobs import Job, value_of
+from jobs import Job, value_of
 from ranks.launching import on_ranks
 
 EARLIER = Path(__file__).parent / "earlier"

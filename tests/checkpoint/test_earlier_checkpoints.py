@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from checkpoint.earlier_jobs import DIGESTS, EARLIER, JOBS, digests_of
+from earlier_jobs import DIGESTS, EARLIER, JOBS, digests_of
 from ranks.launching import on_ranks
 
 from zinf_fx.cli import main

@@ -129,7 +129,7 @@ def test_a_sweep_over_batches_of_a_model_with_buffers(tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         (
-            ["export-plan", TARGET, "-o", "/dev/null/plan.json", "--world-size", "0"],
+            ["export-plan", TARGET, "-o", "plan.json", "--world-size", "0"],
             "world_size=0 is not a number of ranks",
         ),
         (["show-schedule", TARGET, "--world-size", "4", "--replicas", "3"], "4 ranks divide into"),
@@ -147,7 +147,7 @@ def test_a_sweep_over_batches_of_a_model_with_buffers(tmp_path: Path, capsys: py
         (["show-schedule", TARGET, "--placement", "gradients=host,gradients=nvme"], "says twice where gradients live"),
         (["show-schedule", TARGET.removesuffix(":gpt")], "is not of the form module:factory"),
         (
-            ["export-plan", TARGET, "-o", "/dev/null/plan.json", "--hardware", "dgx-2", "--device-memory", "1KiB"],
+            ["export-plan", TARGET, "-o", "plan.json", "--hardware", "dgx-2", "--device-memory", "1KiB"],
             "finds none that",
         ),
         (["simulate", "PLAN", "--sweep", "layers=2"], "sweep='layers=2' is not accepted"),
@@ -310,7 +310,7 @@ def test_this_machine_has_the_memories_that_auto_may_fill(
     """It is measured once; on a CPU there is no host memory besides the device's."""
     calls, machine = [], replace(hardware.load("rtx-4090"), unified=True)
     monkeypatch.setattr("zinf_fx.cli.machine.measure_machine", lambda store: calls.append(store) or machine)
-    monkeypatch.setattr("zinf_fx.passes.ir.timing._measured", lambda module, inputs: 1e-6)
+    monkeypatch.setattr("zinf_fx.passes.ir.timing._measured", lambda module, inputs, uses: 1e-6)
     (tmp_path / "layers.py").write_text(LAYERS)
     options = ["--device-memory", "10MiB", "--hardware", "this-machine", "--json"]
     assert main(["simulate", f"{tmp_path}/layers.py:layers", *options]) == 0

@@ -133,7 +133,7 @@ def check_told(size: int, call: str, folder: Path) -> None:
     for rank, (name, text, seconds) in enumerate(on_ranks(size, one_calls, str(folder), call, 60.0)):
         assert name == "RanksError" and seconds < SOON, (call, rank, name, text, seconds)
         assert "ranks wait for each other" in text and f"rank {size - 1} of {size} for the others" in text, text
-        assert "for all-gather of" in text and "to begin there" in text, text
+        assert "for comparison of the collectives of" in text and "to begin there" in text, text
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint"])

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -50,6 +51,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Behind:
     return device
 
 
+class Unmet:
+    """Meetings of one rank alone, which nobody else comes to."""
+
+    def begin(self, what: str) -> int:
+        return 1
+
+    def naming(self, what: str, timeout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def alone(timeout: float) -> Ranks:
+    """One rank, whose collectives are of no group."""
+    ranks = Ranks(None, timeout)
+    ranks._meetings[None] = Unmet()
+    return ranks
+
+
 class Said(logging.Handler):
     """The messages, and a moment at which there are so many."""
 
@@ -79,7 +97,7 @@ def said():
 def test_a_wait_for_a_device_has_no_timeout(device: Behind) -> None:
     """With one, NCCL keeps the thread that launches until the collective is over."""
     work = Queued()
-    ranks = Ranks(None, 60.0)
+    ranks = alone(60.0)
     on_device = torch.empty(1, device="meta")
     collective = ranks._start(None, "all-gather of w", on_device, lambda *_, **__: work, None)
     collective.wait()
@@ -90,7 +108,7 @@ def test_a_wait_for_a_device_has_no_timeout(device: Behind) -> None:
 
 def test_what_compute_waits_for_keeps_none_of_its_memory_and_is_named(device: Behind, said: Said) -> None:
     """The program runs ahead of the device, and memory goes to what it queues next."""
-    ranks, queued = Ranks(None, 0.5), [Queued()]
+    ranks, queued = alone(0.5), [Queued()]
     work = weakref.ref(queued[0])
     collective = ranks._start(None, "all-gather of w", torch.empty(1, device="meta"), lambda **_: queued.pop(), None)
     assert work() is not None

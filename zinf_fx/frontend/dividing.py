@@ -185,6 +185,8 @@ def decided_division(
     if groups is not None:
         return find()
     ranks = Ranks.of(config)
+    if ranks.size == 1:  # no rank needs it when the others don't: each size of a batch is decided for
+        return found_by_first(config, inputs, find, "the micro-batches")
     found = graph_inputs(module, list(inputs), list(inputs if seen is None else seen))
     parameters = [[one.name, *one.taken.shape] for one in found if one.is_stored]
     key = f"micro-batches {digest_of([encode(config), torch.is_grad_enabled(), parameters])}"

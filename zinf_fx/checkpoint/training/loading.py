@@ -65,24 +65,24 @@ def load_checkpoint(
 def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
     """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
     ranks, directory = all_ranks(*modules_in(parts)), directory.absolute()
-    with together(f"looking at the checkpoint in {directory}", ranks):
+    with together(f"looking at the checkpoint in {directory.name}", ranks):
         content = read_manifest(directory)
         manifest = from_text(content, str(directory / MANIFEST))
         check_files(directory, manifest)
     _check_same(ranks, directory, f"that of {manifest.time}, {hashlib.sha256(content).hexdigest()[:16]}")
     with ExitStack() as rooms:
-        with together(f"matching the checkpoint in {directory} with what is to be loaded", ranks):
+        with together(f"matching the checkpoint in {directory.name} with what is to be loaded", ranks):
             rooms.enter_context(between_steps(parts, whole=False))
             matching = Matching(manifest.by_name(), left_out, ranks.rank, ranks.size, manifest.ranks)
             plain = _match(manifest, parts, left_out, matching)
         wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
-        with together(f"loading the checkpoint in {directory}", ranks):
+        with together(f"loading the checkpoint in {directory.name}", ranks):
             if differences := matching.all_differences(wanted):
                 raise CheckpointError(
                     f"the checkpoint in {directory} doesn't fit what is to be loaded: {listed(differences)}; nothing "
                     "was changed: build the model, its optimizer and what else there was as they were when it was saved"
                 )
-        with together(f"loading the checkpoint in {directory}", ranks):
+        with together(f"loading the checkpoint in {directory.name}", ranks):
             for optimizer in streamed_in(parts):
                 optimizer.torn = LOADED_IN_PART
             try:

@@ -113,7 +113,7 @@ class CheckpointManager:
         """
         self.close()
         ranks = all_ranks(self._model)
-        with together(f"looking for checkpoints in {self.directory}", ranks):
+        with together(f"looking for checkpoints in {self.directory.name}", ranks):
             found = self._found() if ranks.rank == 0 else []
         there = [(str(one.path), one.step, one.damage) for one in reversed(found) if one.step is not None or one.damage]
         damaged = None
@@ -189,7 +189,7 @@ class CheckpointManager:
         """`behind`: how it may be copied behind training; None: it is to be there when this returns."""
         self._finish_copy()
         path, ranks = self.directory / name, all_ranks(self._model)
-        with together(f"looking for checkpoints in {self.directory}", ranks):
+        with together(f"looking for checkpoints in {self.directory.name}", ranks):
             before = self._swept() if ranks.rank == 0 else []
         replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
         newest = max((one.manifest.time for one in before if one.manifest), default=None)

@@ -122,10 +122,10 @@ def save(
         kept = KeptInStore(directory, partial(names.link_name, token, ranks.rank), files)
         settled = rooms.enter_context(ExitStack())
         settled.callback(kept.settle)
-        with together(f"preparing {directory}", ranks):
+        with together(f"preparing {directory.name}", ranks):
             if ranks.rank == 0:
                 rooms.enter_context(_prepared(directory, files, token))
-        with together(f"keeping what is in the store for {directory}", ranks), refusals("saving", directory):
+        with together(f"keeping what is in the store for {directory.name}", ranks), refusals("saving", directory):
             kept.keep(runs, unwritten_in(parts), replaced)
         what = collected.tensors, collected.same, values, kept
         now, manifests = _time_after(newest), manifests or Manifests()
@@ -189,7 +189,7 @@ class _Begun:
         directory, ranks, files = self.directory, self.ranks, self.files
         found = ranks.of_all(self._parts_saved(layout, sums, paths), "what each rank saved")
         manifest = _manifest(found, self.values, self.time)
-        with together(f"committing the checkpoint in {directory}", ranks):
+        with together(f"committing the checkpoint in {directory.name}", ranks):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
                 text = to_text(manifest)
