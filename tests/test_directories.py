@@ -200,6 +200,43 @@ def test_options_of_what_is_compiled_in_place_are_meant_from_where_it_is_called_
     assert in_store(model) == [(places / "job" / "store",)]
 
 
+@pytest.mark.parametrize("how", ["model", "function", "module.compile"])
+def test_one_dict_of_options_for_two_models_means_two_directories(places: Path, how: str):
+    """A model's, where it was compiled; another's, where it was called first, and later graphs of both likewise."""
+    options, runs = {"store": "store", "placement": "nvme"}, []
+    for name in ("job", "else"):
+        os.chdir(places / name)
+        model = Net()
+        if how == "module.compile":
+            model.compile(backend="zinf", options=options)
+            run = model
+        else:
+            what = model if how == "model" else lambda x, model=model: model(x)
+            run = torch.compile(what, backend="zinf", options=options)
+        runs.append((run, model, places / name / "store"))
+        if how != "model":
+            run(torch.ones(2, 64)).sum().backward()
+    os.chdir(places)
+    for run, model, store in runs * 2:
+        for rows in (2, 3, 5):
+            run(torch.ones(rows, 64)).sum().backward()
+        assert in_store(model) == [(store,)]
+    assert options == {"store": "store", "placement": "nvme"}
+
+
+def test_a_directory_that_was_gone_when_a_model_was_compiled_is_not_another_one(places: Path):
+    (places / "gone").mkdir()
+    os.chdir(places / "gone")
+    (places / "gone").rmdir()
+    model = nn.Linear(64, 64)
+    run = torch.compile(model, backend="zinf", options={"store": "store", "placement": "nvme"})
+    os.chdir(places / "job")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="are relative, and the working directory is gone"):
+            run(torch.ones(2, 64))
+    assert not isinstance(model.weight, zinf_fx.StoredTensor)
+
+
 def test_a_plan_is_read_from_where_the_model_was_compiled(places: Path):
     model = nn.Linear(64, 64)
     zinf_fx.export_plan(model, [torch.ones(2, 64)], placement="nvme").save("plan.json")

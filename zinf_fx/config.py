@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from zinf_fx.arguments import did_you_mean
-from zinf_fx.environment import STORE, cache_directory, seen_in
+from zinf_fx.environment import STORE, cache_directory, path_from, seen_in
 from zinf_fx.errors import ConfigError
 from zinf_fx.placement import (
     Placement,
@@ -389,14 +389,12 @@ def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | 
         raise ConfigError(
             f"store={list(map(str, value))} has an empty path: name each directory, such as '.' for this one"
         )
-    paths = tuple(Path(os.path.expanduser(one)) for one in value)
-    if not all(path.is_absolute() for path in paths):
-        try:
-            paths = tuple(Path(start(), path) for path in paths)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"store={list(map(str, paths))} is relative, and the working directory is gone: name it from the root"
-            ) from error
+    try:
+        paths = tuple(path_from(start, given) for given in value)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"store={list(map(str, value))} is relative, and the working directory is gone: name it from the root"
+        ) from error
     if len({*paths}) < len(paths):
         raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
     return paths if len(paths) > 1 else paths[0]

@@ -1,9 +1,11 @@
-"""Paths in variables of the environment, which are meant from where the program was when it began."""
+"""From which directory paths are meant: those in variables of the environment, from where the program was when it
+began."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,11 +27,16 @@ with contextlib.suppress(FileNotFoundError):  # which is raised once the directo
         seen_in(_variable, os.environ[_variable])
 
 
+def path_from(start: Callable[[], str], given: str | os.PathLike[str]) -> Path:
+    """An absolute path. `start`: gives the directory from which a relative one is meant; called for such only."""
+    path = Path(os.path.expanduser(given))
+    return path if path.is_absolute() else Path(start(), path)
+
+
 def cache_directory() -> Path:
     """Where zinf_fx keeps what it can make anew; below the root for a user without a home."""
     if configured := os.environ.get(_CACHE):
-        start = "/" if os.path.isabs(configured) else seen_in(_CACHE, configured)
-        return Path(start, configured, "zinf_fx")
+        return path_from(lambda: seen_in(_CACHE, configured), configured) / "zinf_fx"
     try:
         home = Path.home()
     except RuntimeError:

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +39,7 @@ from zinf_fx.frontend.each_placement import (
     placement_of_all,
     stored_among,
 )
-from zinf_fx.frontend.given_paths import given_in, with_absolute_paths, working_directory
+from zinf_fx.frontend.given_paths import keep_absolute, working_directory
 from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.guards import drop_implied_guards, hold_shapes
@@ -85,7 +87,7 @@ def _compiled_graph(
         )
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is a {type(options).__name__}: give a dict, such as {{'placement': 'nvme'}}")
-    options = with_absolute_paths(options or {})
+    options = keep_absolute(_backend_that_compiles(), options or {}, working_directory())
     plans = plans_given(options.pop("plan", None))
     options = options_with(plans, options)
     requested = Config.of(None, options)
@@ -181,8 +183,7 @@ def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any, 
     """
     if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
         return
-    options = _options_of(optimized) or {}
-    given_in(start, options)
+    options = keep_absolute(_backend_of(optimized), _options_of(optimized) or {}, start)
     if options.get("micro_batches", 1) != 1 and getattr(optimized.dynamo_ctx, "_dynamic", None):
         mark_batch([arguments, keywords])
     rules = {name: options[name] for name in ("placement", "frozen_dtype") if name in options}
@@ -197,12 +198,24 @@ def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def _options_of(optimized: torch.nn.Module) -> Mapping[str, Any] | None:
     """The options of a model that this backend compiles; None: another one does."""
-    callback = getattr(optimized.dynamo_ctx, "callback", None)
-    backend = None if callback is None else innermost_backend(callback)
+    backend = _backend_of(optimized)
     if getattr(backend, "compiler_fn", backend) is not zinf:
         return None
     options = getattr(backend, "kwargs", {}).get("options")
     return options if isinstance(options, Mapping) else {}  # others are refused when a graph is compiled
+
+
+def _backend_of(optimized: torch.nn.Module) -> object:
+    """What `torch.compile` made of a model's backend."""
+    callback = getattr(optimized.dynamo_ctx, "callback", None)
+    return None if callback is None else innermost_backend(callback)
+
+
+def _backend_that_compiles() -> object:
+    """What `torch.compile` made of the backend that Dynamo calls now; None: Dynamo calls none."""
+    if TracingContext.try_get() is None:
+        return None
+    return innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:
@@ -233,7 +246,7 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
     if not rest:
         return
-    options = with_absolute_paths(options)
+    options = dict(options)
     plans = plans_given(options.pop("plan", None))
     config = Config.of(None, options_with(plans, options))
     if _in_ddp(config, model):

@@ -2,7 +2,8 @@
 
 A program may have gone to another directory by then, and again before the next graph. Relative paths are meant from
 the working directory when they were given: of a model, when it was compiled; of a function, and with
-`module.compile()`, nothing is known before the first graph.
+`module.compile()`, nothing is known before the first graph. What `torch.compile` made of the backend gives absolute
+ones from then on; a dict of the program's own stays as it is, and may be given again in another directory.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from zinf_fx.environment import path_from
 from zinf_fx.errors import ConfigError
 
 _PATHS = ("store", "plan")
-
-# By the id of a mapping of options with relative paths, the mapping, which so keeps its id, and where they are meant
-# from.
-_STARTS: dict[int, tuple[Mapping[str, object], str]] = {}
 
 
 def working_directory() -> str:
@@ -27,35 +25,29 @@ def working_directory() -> str:
         return ""
 
 
-def given_in(start: str, options: Mapping[str, object]) -> None:
-    """Say from which directory relative paths among options are meant, unless that is known."""
-    if with_paths_from(start, options) != with_paths_from("/", options):
-        _STARTS.setdefault(id(options), (options, start))
+def keep_absolute(backend: object, options: Mapping[str, object], start: str) -> dict[str, object]:
+    """A copy of options in which all paths are absolute. If `backend` is what `torch.compile` made of this one for
+    these options, it gives that copy from now on.
 
+    Raises: ConfigError for relative paths, where `start`, the directory from which they are meant, is gone.
+    """
 
-def with_absolute_paths(options: Mapping[str, object]) -> dict[str, object]:
-    """A copy of options in which all paths are absolute. Raises: ConfigError where the working directory is gone, from
-    which some are meant."""
-    if id(options) not in _STARTS:
-        given_in(working_directory(), options)
-    _, start = _STARTS.get(id(options), (options, "/"))
-    if not start:
+    def begin() -> str:
+        if start:
+            return start
         raise ConfigError(
             f"paths among the options {dict(options)} are relative, and the working directory is gone: name them from "
             "the root"
         )
-    return with_paths_from(start, options)
 
+    def absolute(given: object) -> object:
+        if isinstance(given, (list, tuple)):
+            return [absolute(member) for member in given]
+        is_path = isinstance(given, (str, os.PathLike)) and os.fspath(given)  # an empty one is refused where it is read
+        return os.fspath(path_from(begin, given)) if is_path else given
 
-def with_paths_from(start: str, options: Mapping[str, object]) -> dict[str, object]:
-    """A copy of options whose relative paths begin in a directory."""
-    return {name: _joined(start, value) if name in _PATHS else value for name, value in options.items()}
-
-
-def _joined(start: str, given: object) -> object:
-    """One path or several, from a directory; anything else, and an empty path, as it is."""
-    if isinstance(given, (list, tuple)):
-        return [_joined(start, one) for one in given]
-    if not isinstance(given, (str, os.PathLike)) or not (path := os.path.expanduser(os.fspath(given))):
-        return given
-    return os.path.join(start, path)
+    kept = {name: absolute(value) if name in _PATHS else value for name, value in options.items()}
+    arguments = getattr(backend, "kwargs", {})
+    if arguments.get("options") is options:
+        backend.kwargs = {**arguments, "options": kept}
+    return kept
