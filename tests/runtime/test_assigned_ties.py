@@ -188,6 +188,37 @@ def test_memory_that_was_given_back_ties_nothing(tmp_path: Path):
     assert value(model.table.weight).eq(3).all() and value(model.head.weight).eq(4).all()
 
 
+def _trained(model: nn.Module) -> None:
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(5)).backward()
+    optimizer.step()
+
+
+MEANWHILE: dict[str, Callable[[nn.Module], object]] = {"nothing": lambda model: None, "a step": _trained}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_nothing_is_said_of_names_that_were_parted_on_purpose(tmp_path: Path, tier: str, meanwhile: str):
+    """By a program that gave one of them a value that it has no more, or trained the model before it gives another."""
+    model = stored(tmp_path, 2, placement=tier)
+    given = torch.ones(9, 8)
+    model.head.weight = nn.Parameter(given)
+    if meanwhile == "nothing":
+        del given
+    MEANWHILE[meanwhile](model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "'weight' of")
+        model.table.weight = nn.Parameter(torch.zeros(9, 8))
+    assert len({id(one) for one in (model.head.weight, model.table.weight, model.inner[0].weight)}) == 3
+
+
+def test_a_state_dict_that_parts_names_says_so_after_training_too(tmp_path: Path, tier: str):
+    model = stored(tmp_path, 2, placement=tier)
+    _trained(model)
+    with pytest.warns(UserWarning, match="were one parameter, and are two from now on"):
+        model.load_state_dict(_with_clones(*NAMES)(tied(1).state_dict(), tmp_path), assign=True)
+
+
 def test_state_dicts_of_stored_models(tmp_path: Path):
     """Of another one, with which the bytes are shared then, as in plain PyTorch, and its own."""
     other, model = stored(tmp_path, 1), stored(tmp_path, 2)

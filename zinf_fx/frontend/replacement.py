@@ -6,8 +6,9 @@ What is added in a new place, such as the adapters of a fine-tuning library, sta
 [Note: tied names]
 `load_state_dict(assign=True)` makes a parameter for each name. Those of tied weights are in the same memory then, where
 plain PyTorch updates both; stored, each would have bytes of its own. So where one stored parameter had several names,
-these get one parameter again for what is in one memory. Names that are given different tensors are parted, as in plain
-PyTorch, and a warning says so.
+these get one parameter again for what is in one memory. Names that are given different tensors together, as by a state
+dict, are parted, as in plain PyTorch, and a warning says so. A program that gave one of them a tensor by itself knows
+that it parted them: the memory of that tensor is gone, or a parameter was written to since.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ class _Successor(NamedTuple):
     Attributes:
         module, name: where it is.
         memory: what its elements were in when it came.
+        writes: how often it, and what it took the place of, had been written to then.
     """
 
     module: weakref.ref[torch.nn.Module]
     name: str
     storage: weakref.ref[TensorStorage]
     memory: _Memory
+    writes: int
+
+    def came_with(self, before: StoredTensor) -> bool:
+        """Whether what takes the place of `before` under another name may be from the same state dict."""
+        parameter = self.parameter
+        return parameter is not None and self.memory.holder() is not None and self.writes == _writes(before, parameter)
 
     @property
     def parameter(self) -> StoredTensor | None:
@@ -75,6 +83,10 @@ class _Memory(NamedTuple):
         return holder is not None and holder is other.holder() and self.layout == other.layout
 
 
+def _writes(*parameters: StoredTensor) -> int:
+    return sum(parameter.storage.token._version for parameter in parameters)
+
+
 # By the storage of a stored parameter, what took its place under the first of its names, and under others.
 _SUCCESSORS: weakref.WeakKeyDictionary[TensorStorage, list[_Successor]] = weakref.WeakKeyDictionary()
 
@@ -96,7 +108,9 @@ def _parameter_registered(
     _store_like({name: before}, {name: parameter})
     if isinstance(parameter, StoredTensor):
         others = [one for one in _SUCCESSORS.get(before.storage, ()) if one.parameter is not None]
-        place = _Successor(weakref.ref(module), name, weakref.ref(parameter.storage), memory)
+        place = _Successor(
+            weakref.ref(module), name, weakref.ref(parameter.storage), memory, _writes(before, parameter)
+        )
         _SUCCESSORS[before.storage] = [*(one for one in others if one[:2] != place[:2]), place]
     return None
 
@@ -122,7 +136,9 @@ def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -
     number = ranks.of_first(next(same, None), f"whether {what} is tied")
     if number is not None:
         return present[number].parameter
-    other = present[0]
+    other = next((place for place in present if place.came_with(before)), None)
+    if other is None:
+        return None
     warnings.warn(
         f"{what} and '{other.name}' of {type(other.module()).__name__} were one parameter, and are two from now on, as "
         "in plain PyTorch: they were given different tensors, as files have them that keep no ties. To tie them again, "
