@@ -33,7 +33,7 @@ from zinf_fx.frontend.each_placement import (
     check_not_contradicted,
     check_rules,
     check_stage,
-    kept_from_quantising,
+    left_as_they_are,
     options_of_states,
     placed,
     placement_of_all,
@@ -252,7 +252,7 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     if _in_ddp(config, model):
         return
     ranks, parameters = Ranks.of(config), list(rest.values())
-    tables = tables_of(model.modules()) | kept_from_quantising(config, rest)
+    tables = left_as_they_are(config, rest, tables_of(model.modules()))
     if config.placement == "auto" and ranks.size == 1:
         sizes = sizes_of(parameters, config, ranks.groups, tables)
         alone = by_rule_here(config, parameters, ranks.groups, sizes, "no captured graph uses them")

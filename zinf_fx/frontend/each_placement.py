@@ -44,11 +44,12 @@ def configs_of(config: Config, parameters: Mapping[str, torch.Tensor]) -> dict[s
     return found
 
 
-def kept_from_quantising(config: Config, parameters: Mapping[str, torch.Tensor]) -> set[int]:
-    """The ids of parameters, by name, for which patterns have no format. Raises: ConfigError."""
+def left_as_they_are(config: Config, parameters: Mapping[str, torch.Tensor], tables: Collection[int]) -> set[int]:
+    """The ids of parameters that no format is meant for: `tables`, which are looked up by rows, and those, by name, for
+    which patterns have none. Raises: ConfigError."""
     if not isinstance(config.frozen_dtype, tuple):
-        return set()
-    return {id(one) for name, one in parameters.items() if config.frozen_dtype_of(name) is None}
+        return {*tables}
+    return {*tables, *(id(one) for name, one in parameters.items() if config.frozen_dtype_of(name) is None)}
 
 
 def check_stage(config: Config) -> None:

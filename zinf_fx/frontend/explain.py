@@ -30,7 +30,7 @@ from zinf_fx.frontend.each_placement import (
     check_not_contradicted,
     check_rules,
     configs_of,
-    kept_from_quantising,
+    left_as_they_are,
     options_given,
     options_of_states,
     placement_of_all,
@@ -197,7 +197,7 @@ def plan_model(
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             named = by_plain_name(model, model.named_parameters())
-            tables = tables_of(model.modules()) | kept_from_quantising(in_force, named)
+            tables = left_as_they_are(in_force, named, tables_of(model.modules()))
             decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in planner.graphs]

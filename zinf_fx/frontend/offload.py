@@ -31,7 +31,7 @@ from zinf_fx.frontend.each_placement import (
     check_rules,
     check_stage,
     configs_of,
-    kept_from_quantising,
+    left_as_they_are,
     options_given,
     stored_among,
 )
@@ -104,7 +104,7 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | annotated
     note_layouts(ordinary)
     parameters = ordinary | composed.parts
-    tables = tables_of(model.modules()) | kept_from_quantising(config, ordinary | composed.whole)
+    tables = left_as_they_are(config, ordinary | composed.whole, tables_of(model.modules()))
     config = decided(config, list(parameters.values()), tables=tables)
     configs = configs_of(config, ordinary | composed.whole)
     configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}

@@ -13,7 +13,7 @@ from zinf_fx.config import Config
 from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.dividing import Divisions, PlannedGraph
-from zinf_fx.frontend.each_placement import kept_from_quantising
+from zinf_fx.frontend.each_placement import left_as_they_are
 from zinf_fx.frontend.graph_inputs import input_names
 from zinf_fx.frontend.quantising import tables_in
 from zinf_fx.frontend.staying import is_ordinary
@@ -67,7 +67,7 @@ def at_first_call(
     groups = Ranks.of(config).groups
     here = trained_here(parameters)
     named = {name: one for name, one in zip(input_names(module), inputs, strict=True) if is_ordinary(one)}
-    tables = tables_in(module, inputs) | kept_from_quantising(config, named)
+    tables = left_as_they_are(config, named, tables_in(module, inputs))
     sizes = sizes_of(here, config, groups, tables)
     alone = by_rule_here(config, here, groups, sizes, "nothing leaves")
     if alone.nothing_moves:
