@@ -33,14 +33,14 @@ class Here:
         gradients: those whose gradients are ordinary tensors (see [Note: plain gradients]); of them, `kept` stay as
             they are computed.
         followed: whether somebody is to know when the graph has used a parameter.
-        checked: whether gradients are searched for NaN.
+        searches_for_nan: whether gradients are searched for NaN.
     """
 
     tiles: frozenset[int]
     gradients: frozenset[int]
     kept: frozenset[int]
     followed: bool
-    checked: bool
+    searches_for_nan: bool
 
 
 def bind(
@@ -65,7 +65,7 @@ def bind(
     bound = fx.Graph()
     run = bound.placeholder("run")
     arguments = bound.placeholder("arguments")
-    search = bound.call_function(NanSearch) if here.checked else None
+    search = bound.call_function(NanSearch) if here.searches_for_nan else None
     copies: dict[fx.Node, fx.Node] = {}
     last = {number: name for name, number in operators.items()}
     nbytes_of = Counter()  # what operators compute in the CPU's memory
@@ -93,7 +93,7 @@ def bind(
         elif node.target in ops.KINDS:
             tile = tiles[event.tile]
             alone = tile.ranks * tile.replicas == 1
-            if here.checked and event.kind == "reduce_scatter":
+            if here.searches_for_nan and event.kind == "reduce_scatter":
                 names = tuple(member.name for member in tile.members) or (tile.label,)
                 bound.call_method("check", (search, names, copies[node.args[1]]))
             if event.kind == "reduce_scatter" and (alone or event.tile in here.gradients):
@@ -145,7 +145,7 @@ def bind(
             copies[node] = bound.node_copy(node, copies.__getitem__)
             if type(node.target) is torch._ops.OpOverload:
                 copies[node].target = _called_directly(node.target)
-        if here.checked and number != HEAD and node in copies:
+        if here.searches_for_nan and number != HEAD and node in copies:
             bound.call_method("note", (search, where_computed(node, number), copies[node]))
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run, nbytes_of[number]))

@@ -138,9 +138,10 @@ class Program(Stage):
             followed = {member for member in members if member.gradient.followed}
         if not same:
             EXECUTOR.staging.drop_staying()
-        checked = self.schedule.kind == "backward" and looks_for_nan()
-        if self._module is None or not same or (self._here.followed, self._here.checked) != (bool(followed), checked):
-            self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, bool(followed), checked)
+        searches_for_nan = self.schedule.kind == "backward" and looks_for_nan()
+        asked = bool(followed), searches_for_nan
+        if self._module is None or not same or (self._here.followed, self._here.searches_for_nan) != asked:
+            self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, *asked)
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
         run = Run(self, storages, tiers)
@@ -167,15 +168,15 @@ class Program(Stage):
         EXECUTOR.end(self)
         return results
 
-    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool, checked: bool) -> None:
+    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool, searches_for_nan: bool) -> None:
         """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
-        `followed`: whether an optimizer steps in backward; `checked`: see `Here`."""
+        `followed`: whether an optimizer steps in backward; `searches_for_nan`: see `Here`."""
         in_place = {t: s for t, s in parameters.items() if s.in_place and s.ranks.shards == 1}
-        alone = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
-        plain = frozenset(tile for tile in alone if self.schedule.tiles[tile].rows is None)
-        alone = plain.intersection(self._left_alone)
-        kept = frozenset(tile for tile in alone if parameters[tile].placement.gradients == "device")
-        self._here = Here(frozenset(in_place), plain, kept, followed, checked)
+        with_plain_gradients = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
+        plain = frozenset(tile for tile in with_plain_gradients if self.schedule.tiles[tile].rows is None)
+        left_alone = plain.intersection(self._left_alone)
+        kept = frozenset(tile for tile in left_alone if parameters[tile].placement.gradients == "device")
+        self._here = Here(frozenset(in_place), plain, kept, followed, searches_for_nan)
         if self._here not in self._bound:
             self._bound[self._here] = bind(*self._graph, self._here, self._packed, self._left_alone, self._regions)
         self._module = self._bound[self._here]
