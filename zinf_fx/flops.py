@@ -1,5 +1,5 @@
-"""Floating point operations of what has products inside: the formulas of `torch.utils.flop_counter`, and of what that
-doesn't count, those here."""
+"""How many floating point operations there are in what has products inside. `torch.utils.flop_counter` has formulas of
+most operators; formulas of others are here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.flop_counter import flop_registry
 Shape = Sequence[int]
 
 Formula = Callable[..., int]
-"""Takes what the operator takes, and `out_shape`, with a shape for each tensor."""
+"""A formula takes what the operator takes, and `out_shape`, with a shape for each tensor."""
 
 
 def _product(left: Shape, *others: object, out_shape: Shape, **named: object) -> int:
-    """Of rows with a matrix, however that lies in memory."""
+    """Rows are multiplied by a matrix, however that lies in memory."""
     return 2 * math.prod(left) * out_shape[-1]
 
 
@@ -57,18 +57,18 @@ def _attention(query: Shape, key: Shape, value: Shape, *others: object, **named:
 def _attention_backward(
     gradient: Shape, query: Shape, key: Shape, value: Shape, *others: object, **named: object
 ) -> int:
-    """The scores again, and two products for each of forward's."""
+    """Backward computes the scores again, and two products for each of forward's."""
     return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def _heads(query: Shape, key: Shape, value: Shape, width: int, heads: int, *others: object, **named: object) -> int:
-    """Attention with the products before and behind it."""
+    """The heads compute attention, and the products before and behind it."""
     projected = 2 * width * (2 * math.prod(query) + math.prod(key) + math.prod(value))
     return projected + _attention(query, key, value)
 
 
 def _encoder_layer(source: Shape, width: int, heads: int, *others: Any, **named: object) -> int:
-    """`others`: four weights of attention, two flags, an epsilon, four of norms, then those of both products."""
+    """`others` are four weights of attention, two flags, an epsilon, four of norms, then those of both products."""
     return _heads(source, source, source, width, heads) + 4 * math.prod(source) * others[11][0]
 
 
@@ -93,7 +93,7 @@ def _distances_backward(gradient: Shape, left: Shape, right: Shape, *others: obj
 def _trilinear(
     first: Shape, second: Shape, third: Shape, *expanded: Sequence[int], out_shape: object, **named: object
 ) -> int:
-    """A sum of products of three, each of which has a dimension of 1 at those that it is expanded by."""
+    """Products of three elements are summed. Each operand has a dimension of 1 at those that it is expanded by."""
     shapes = []
     for shape, added in zip((first, second, third), expanded[:3], strict=True):
         whole = list(shape)
@@ -174,25 +174,25 @@ _OWN = frozenset(
 
 
 def formula_of(target: object) -> Formula | None:
-    """What counts the operations of an operator, of tensors and `out_val`; None: nothing does."""
+    """Find what counts the operations of an operator, given its arguments and `out_val`; None: nothing does."""
     packet = getattr(target, "overloadpacket", target)
     return flop_registry.get(packet) or _of_shapes(_FORMULAS.get(name_of(target)))
 
 
 def formulas_besides() -> dict[object, Formula]:
-    """Those here, as `torch.utils.flop_counter.FlopCounterMode` takes them: by operators that there are."""
+    """Give the formulas here as `torch.utils.flop_counter.FlopCounterMode` takes them: by operators that there are."""
     packets = {packet: formula for name, formula in _FORMULAS.items() for packet in _packets(name)}
     return {packet: formula for packet, formula in packets.items() if packet not in flop_registry}
 
 
 def name_of(target: object) -> str:
-    """An operator's name, such as `aten::mm`; that of a higher-order one has no namespace."""
+    """Give an operator's name, such as `aten::mm`; that of a higher-order one has no namespace."""
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
 
 
 def seems_a_product(target: object, matrices: int) -> bool:
-    """Whether an operator without a formula may have products inside. PyTorch's own have names that say so; what others
-    made is taken for one where it has at least two operands that are matrices, and so is what contains a graph."""
+    """Say whether an operator without a formula may have products inside. PyTorch's own have names that say so; what
+    others made is taken for one where at least two of its operands are matrices, and so is what contains a graph."""
     namespace, _, name = name_of(target).rpartition("::")
     if isinstance(target, HigherOrderOperator):
         return matrices > 0

@@ -17,11 +17,11 @@ DEEPEST = 100
 """How deeply values may be nested: states of schedulers and samplers have a few levels."""
 
 _Form = Callable[[Any], str | None]
-"""What is wrong with a value, in words; None: nothing."""
+"""A form says in words what is wrong with a value; None: nothing is."""
 
 
 def fault_in(values: object) -> str | None:
-    """What is wrong with the plain values of all parts, by their names; None: nothing."""
+    """Say what is wrong with the plain values of all parts, by their names; None: nothing is."""
     inside: list[object] = [values]
     for _ in range(DEEPEST + 1):
         if not all(math.isfinite(one) for one in inside if isinstance(one, float)):
@@ -89,13 +89,13 @@ def _fields(required: Mapping[str, _Form], optional: Mapping[str, _Form] | None 
 
 
 def _format(value: object) -> str | None:
-    """As `format_of` has it of a quantised tensor."""
+    """A format is what `format_of` returns of a quantised tensor."""
     is_known = _list(_text)(value) is None and value[:1] and value[0] in FORMATS and value[1:2] and value[1] in dtypes()
     return None if is_known and value[2:] in ([], ["transposed"]) else f"{_shown(value)} is no format"
 
 
 def _class(value: object) -> str | None:
-    """As tensors have it that are made of others: which class, and what else that says of them."""
+    """A tensor that is made of others has a class, and what else that says of them."""
     return None if _list(_text)(value) is None and len(value) == 2 else f"{_shown(value)} is no class of tensors"
 
 
@@ -123,7 +123,7 @@ _OF_KIND: dict[str, _Form] = {
 
 
 def _part(value: object) -> str | None:
-    """Of one part, or of the same part of each rank."""
+    """There is one part, or the same part of each rank."""
     if isinstance(value, dict) and "ranks" in value:
         return _kind(value) or _list(lambda one: None if one is None else _of_kind(one))(value["ranks"])
     return _of_kind(value)

@@ -28,7 +28,7 @@ def _flops_of_product(left: torch.Size, *args: object, out_shape: torch.Size, **
 
 
 class Work(NamedTuple):
-    """Of one or several nodes.
+    """What one or several nodes compute.
 
     `flops` of matrix products, convolutions and attention, by `zinf_fx.flops`; `product_bytes` read and written by
     these; `other_bytes` by all others; `dtype` of what most of the flops are done with, None where there are none;
@@ -84,7 +84,7 @@ def _warn_of_uncounted(name: str, why: str) -> None:
 
 
 def total(works: Iterable[Work], fused: bool) -> Work:
-    """Of several nodes together. `fused`: what is between two products is taken for one kernel, as a compiler of
+    """Add up the work of several nodes. `fused`: what is between two products is taken for one kernel, as a compiler of
     regions makes it at best."""
     works = list(works)
     heaviest = max(works, key=lambda work: work.flops, default=Work())
@@ -117,7 +117,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Each as often as the node takes it."""
+    """Yield each tensor that a node takes, as often as it takes it."""
     sources: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), sources.append)
     return (one for source in sources for one in _tensors(source))
@@ -128,7 +128,7 @@ def _has_size(node: fx.Node) -> bool:
 
 
 def _at_hand(value: Any) -> Any:
-    """A part of a node's result, with the sizes at hand."""
+    """Give a part of a node's result the sizes at hand."""
     if isinstance(value, torch.SymInt):
         return size_at_hand(value)
     if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
