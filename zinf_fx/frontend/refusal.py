@@ -10,6 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import TracingContext
 
 from zinf_fx.errors import ZinfError
+from zinf_fx.lines import line_of
 
 
 class _Refusal(BackendCompilerFailed):
@@ -45,7 +46,5 @@ _named_zinf.__name__ = "zinf"
 
 def _place(module: fx.GraphModule) -> str:
     """The line of the model's code that the first operation of a graph is from; empty: it isn't known."""
-    stacks = (node.stack_trace for node in module.graph.nodes if node.op != "placeholder")
-    lines = next(filter(None, stacks), "").splitlines()
-    (begin,) = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")][-1:] or [0]
-    return "\n".join(lines[begin : begin + 2])
+    operations = (node for node in module.graph.nodes if node.op != "placeholder" and node.stack_trace)
+    return next(map(line_of, operations), "")
