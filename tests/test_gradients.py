@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
 
 import zinf_fx
@@ -194,6 +197,103 @@ def test_second_derivatives_of_compiled_code_are_refused(pair: tuple[Net, Net], 
         else:
             torch.autograd.grad(loss, [model.scale], create_graph=True)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Bypassed(nn.Module):
+    """A layer, and what is made of the input beside it."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> object:
+        return self.how(x, torch.tanh(self.linear(x.detach().clone())))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return gradient * 3 * x**2
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a view": lambda x: x.view(2, 2),
+    "views of views": lambda x: x.view(2, 2).T[1],
+    "a part": lambda x: x[1:],
+    "the input": lambda x: x,
+}
+SOURCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a function": Cube.apply,
+    "a view of a function's result": lambda x: Cube.apply(x).unsqueeze(0)[0],
+    "eager code": lambda x: x**3,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_result_that_is_a_view_of_an_input_has_second_derivatives(source: str, view: str) -> None:
+    """None of them goes through a stored parameter, and graphs of the user's are left as they were."""
+    model = zinf_fx.offload(Bypassed(lambda x, y: (y, VIEWS[view](x))), placement="host")
+    call = torch.compile(model, backend="zinf", dynamic=False)
+    x = torch.ones(4, requires_grad=True)
+    cubed, found = SOURCES[source](x), []
+    for _ in range(3):
+        for viewed in (call(cubed)[1], VIEWS[view](cubed)):
+            (gradient,) = torch.autograd.grad(viewed.sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(gradient.sum(), x, retain_graph=True)[0])
+    assert all(torch.equal(one, found[0]) for one in found) and found[0].sum()
+
+
+def test_a_view_of_what_another_compiled_function_computed_is_left_alone() -> None:
+    model = zinf_fx.offload(Bypassed(lambda x, y: (y, x.view(2, 2))), placement="host")
+    x = torch.ones(4, requires_grad=True)
+    cubed = torch.compile(lambda x: x**3, backend="aot_eager")(x)
+    layer, viewed = torch.compile(model, backend="zinf")(cubed)
+    (gradient,) = torch.autograd.grad(viewed.sum(), x, create_graph=True)
+    assert torch.equal(gradient, torch.full((4,), 3.0))
+    with pytest.raises(StoredTensorError, match=r"create_graph=True"):
+        layer.sum().backward(create_graph=True)
+
+
+def _computed(x: Tensor, y: Tensor) -> object:
+    written = y.clone()
+    written[1:].mul_(2)
+    return y, y.view(2, 2), y.chunk(2), written[1:], torch.view_as_real(torch.complex(y, y))
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "results": _computed,
+    "an input": lambda x, y: (x.mul_(y), None)[1],
+    "an input and its view": lambda x, y: x.mul_(y).view(2, 2),
+    "a part of an input": lambda x, y: (x[:2].copy_(y[:2]), None)[1],
+}
+GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a whole": lambda x: x * 2,
+    "a view": lambda x: (x * 2).view(2, 2).view(4),
+    "no gradient": lambda x: x.detach() * 2,
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("written", WRITES)
+def test_second_derivatives_of_whatever_a_compiled_graph_wrote_are_refused(written: str, given: str) -> None:
+    model = zinf_fx.offload(Bypassed(WRITES[written]), placement="host")
+    batch = GIVEN[given](torch.ones(4, requires_grad=True))
+    results = torch.compile(model, backend="zinf", dynamic=False)(batch)
+    tensors = [one for one in [batch, *tree_leaves(results)] if isinstance(one, torch.Tensor)]
+    if written == "results":
+        del tensors[0]
+    for tensor in tensors:
+        with pytest.raises(StoredTensorError, match=r"create_graph=True"):
+            tensor.sum().backward(create_graph=True)
+    tensors[0].sum().backward()
+    assert model.linear.bias.grad is not None
 
 
 def test_gradients_that_the_user_set_are_added_to(pair: tuple[Net, Net]) -> None:

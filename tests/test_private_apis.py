@@ -73,6 +73,8 @@ NAMES: dict[str, str] = {
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "backend.py refuses what DDP trains",
     "torch._C._will_engine_execute_node": "runtime/gradients/leaf.py asks whether backward is to accumulate a gradient",
     "torch._C._current_autograd_node": "runtime/gradients/leaf.py asks which node of the graph runs",
+    "torch.Tensor._is_view": "runtime/gradients/leaf.py finds what computed a tensor that is a view",
+    "torch.Tensor._base": "runtime/gradients/leaf.py, likewise",
     "torch._C._functions.AccumulateGrad": "runtime/gradients/leaf.py finds the leaves behind a node",
     "torch.Tensor._use_count": "frontend/offload.py sees whether autograd has recorded a parameter",
     "torch._C._storage_Use_Count": "frontend/offload.py sees whether other tensors have a parameter's memory",
@@ -405,6 +407,28 @@ def test_what_takes_the_place_of_a_failing_backends_error_is_raised() -> None:
             with pytest.raises(KeyError, match="mine"):
                 call(torch.ones(2))
     assert len(attempts) == 4, _broken("BackendCompilerFailed.remove_dynamo_frames")
+
+
+def test_nodes_of_compiled_graphs_are_known_by_their_name() -> None:
+    """runtime/gradients/leaf.py: of results, and behind the copies to inputs that are written to, from torch 2.11 to
+    2.15."""
+    from zinf_fx.runtime.gradients.leaf import compiled_nodes
+
+    def function(x: torch.Tensor, w: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        y = x + w
+        x.copy_(y)
+        view.add_(w)
+        return y.sin()
+
+    torch._dynamo.reset()
+    w = torch.ones(2, requires_grad=True)
+    x, base = w * 2, torch.ones(4)
+    y = torch.compile(function, backend="aot_eager")(x, w, base[:2])
+    broken = _broken("the name of AOTAutograd's nodes (runtime/gradients/leaf.py)")
+    (node,) = compiled_nodes([y])
+    assert node is y.grad_fn and type(node).__name__ == "CompiledFunctionBackward", broken
+    assert compiled_nodes([x]) == compiled_nodes([base]) == compiled_nodes([base[1:]]) == {node}, broken
+    assert not compiled_nodes([w, w * 2, y * 2, torch.ones(2)]) - {node}, broken
 
 
 def _find(path: str, user: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
+from torch.utils._pytree import tree_leaves
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
@@ -53,7 +54,7 @@ from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Program
 from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, compiled_region, what_computes
-from zinf_fx.runtime.gradients.leaf import refuse_second_derivatives
+from zinf_fx.runtime.gradients.leaf import compiled_nodes, refuse_second_derivatives
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -157,9 +158,11 @@ class Capture:
             for argument in stored:
                 if not argument.expects_gradient:
                     argument.expect_gradient()
+            if not (torch.is_grad_enabled() and stored):
+                return compiled(*arguments)
+            earlier = compiled_nodes(arguments)
             results = compiled(*arguments)
-            if torch.is_grad_enabled() and stored:
-                refuse_second_derivatives(results)
+            refuse_second_derivatives(compiled_nodes([*arguments, *tree_leaves(results)]) - earlier)
             return results
 
         return call

@@ -6,10 +6,10 @@ the tensor weakly.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -40,19 +40,29 @@ def due_to(leaf: Leaf) -> Due:
         return Due.RETURNED
 
 
-def refuse_second_derivatives(results: object) -> None:
-    """Let a backward pass through a compiled graph with these results raise StoredTensorError when autograd is to
-    record it: the gradients that leave for their tier would have no graph."""
-    nodes = {_compiled_node(one.grad_fn) for one in tree_leaves(results) if isinstance(one, torch.Tensor)}
-    for node in nodes - {None}:
+def compiled_nodes(values: Iterable[object]) -> set[torch.autograd.graph.Node]:
+    """The nodes of compiled graphs that wrote these tensors, or what they are views of: a result, or an input."""
+    nodes: set[torch.autograd.graph.Node] = set()
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            continue
+        written = value._base.grad_fn if value._is_view() else value.grad_fn
+        if written is not None and not _is_compiled(written):  # an input that AOTAutograd wrote to copies its result
+            nodes.update(node for node, _ in written.next_functions if _is_compiled(node))
+        elif written is not None:
+            nodes.add(written)
+    return nodes
+
+
+def _is_compiled(node: torch.autograd.graph.Node | None) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def refuse_second_derivatives(nodes: Iterable[torch.autograd.graph.Node]) -> None:
+    """Let a backward pass through these compiled graphs raise StoredTensorError when autograd is to record it: the
+    gradients that leave for their tier would have no graph."""
+    for node in nodes:
         node.register_prehook(_refuse_recording)
-
-
-def _compiled_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
-    """The node of a compiled graph of which a result may be a view."""
-    while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
 
 
 def _refuse_recording(gradients: tuple[torch.Tensor, ...]) -> None:
