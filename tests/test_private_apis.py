@@ -431,6 +431,31 @@ def test_nodes_of_compiled_graphs_are_known_by_their_name() -> None:
     assert not compiled_nodes([w, w * 2, y * 2, torch.ones(2)]) - {node}, broken
 
 
+def test_inputs_that_overlap_are_refused_in_these_words() -> None:
+    """frontend/capture.py knows by AOTAutograd's words, from torch 2.11 to 2.15, that a graph which takes parameters of
+    a class of their own writes to one of them."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from zinf_fx.frontend.capture import _is_of_overlap
+
+    def function(parameter: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return parameter * x.sum() * y.sum()
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        try:
+            return aot_module_simplified(module, inputs, fw_compiler=lambda module, _: module)
+        except RuntimeError as error:
+            refused.append(_is_of_overlap(error))
+            return module.forward
+
+    torch._dynamo.reset()
+    parameter, base, refused = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(4), []
+    torch.compile(function, backend=backend)(parameter, base[:3], base[1:])
+    assert refused == [True], _broken("what AOTAutograd says of inputs that overlap (frontend/capture.py)")
+
+
 def _find(path: str, user: str) -> Any:
     """What `path` names, however much of it is a module."""
     parts = path.split(".")
