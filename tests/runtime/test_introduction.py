@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch.distributed as dist
@@ -88,3 +88,34 @@ def test_a_rank_on_another_machine_is_known_to_have_ended_by_those_who_saw_it():
     assert far.ended() == [0, 1]
     unknown = [here._replace(machine="")] * 2
     assert Presence(dist.HashStore(), 0, unknown).ended() == []
+
+
+class Mortal:
+    """A store of a rank that is killed after so many writes."""
+
+    def __init__(self, store: dist.Store, writes: int) -> None:
+        self._store, self._writes = store, writes
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self._writes -= name in ("set", "add")
+            if self._writes < 0:
+                raise RuntimeError("the rank is gone")
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_rank_that_is_killed_while_it_says_who_ended_hides_no_other_end(writes: int):
+    store, here = dist.HashStore(), Process.of(os.getpid())
+    gone, elsewhere = here._replace(started="1"), here._replace(machine="another")
+    processes = [here, gone, elsewhere, elsewhere]
+    killed, late = Presence(Mortal(store, writes), 0, processes), Presence(store, 0, processes)
+    far = Presence(store, 2, processes)
+    killed.ended()
+    far.ended()
+    leaves = Presence(store, 3, processes)
+    del leaves
+    assert 3 in far.ended()
+    assert late.ended() == far.ended() == [1, 3]

@@ -63,16 +63,17 @@ def _state_of(pid: int) -> tuple[str, str]:
 
 
 class Presence:
-    """Of the ranks of a group, as one of them knows it. When this object is gone, so is its rank, for the others."""
+    """One rank of a group knows by this which of the others are there. When this object is gone, so is its rank, for
+    the others."""
 
     def __init__(self, store: dist.Store, rank: int, processes: Sequence[Process]) -> None:
         """`store`: of this group alone. `processes`: of the ranks, in order."""
         here = processes[rank].machine
         self._store = store
-        self._near = {other: one for other, one in enumerate(processes) if here and one.machine == here}
+        self._near = {other: process for other, process in enumerate(processes) if here and process.machine == here}
         self._near.pop(rank, None)
         self._ended: set[int] = set()
-        self._read = 0
+        self._size, self._counted = len(processes), 0
         self._lock = threading.Lock()
         weakref.finalize(self, _leave, store, rank, os.getpid())
 
@@ -84,17 +85,17 @@ class Presence:
             with contextlib.suppress(RuntimeError):  # the store ended, with the rank that has it
                 for rank in gone:
                     _say_ended(self._store, rank)
-                while self._read < self._store.add("ended", 0):
-                    key = f"ended/{self._read + 1}"
-                    if not self._store.check([key]):
-                        break  # it is about to be written
-                    self._ended.add(int(self._store.get(key)))
-                    self._read += 1
+                counted = self._store.add("ended", 0)
+                if counted != self._counted:
+                    present = set(range(self._size)) - self._ended
+                    self._ended |= {rank for rank in present if self._store.check([f"ended/{rank}"])}
+                    self._counted = counted
             return sorted(self._ended)
 
 
 def _say_ended(store: dist.Store, rank: int) -> None:
-    store.set(f"ended/{store.add('ended', 1)}", str(rank))
+    store.set(f"ended/{rank}", "")
+    store.add("ended", 1)  # last: whoever ends before this hides nobody's end from those who count
 
 
 def _leave(store: dist.Store, rank: int, pid: int) -> None:
