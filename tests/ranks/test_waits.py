@@ -18,6 +18,7 @@ from ranks.launching import on_ranks
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.errors import RanksError
+from zinf_fx.runtime import meeting
 from zinf_fx.runtime.ranks import Ranks
 
 TIMEOUT, SOON, AT_ONCE = 0.3, 15.0, 1.0
@@ -163,6 +164,33 @@ def two_models(rank: int, call: str) -> tuple[str, str, float]:
 def test_ranks_that_run_different_models_are_told_so(call: str):
     for name, text, seconds in on_ranks(2, two_models, call):
         assert name == "RanksError" and "ranks wait for each other" in text and seconds < SOON, (name, text)
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(SOON)
+
+
+def after_threads(rank: int) -> tuple[str, str, float]:
+    """How it ends when one rank meets, and the other one gathers, after each has waited in two threads in turn, as
+    where autograd has a thread for a device."""
+    meeting.PATIENCE = 0.2
+    ranks = Ranks.of(Config(collective_timeout=SOON, process_group=dist.new_group()))
+
+    def meet_in_turn() -> None:
+        for late in range(2):
+            time.sleep(0.5 * (rank == late))
+            ranks.meet(f"{late} is late")
+
+    meet_in_turn()
+    in_a_thread(meet_in_turn)
+    return ended_by(lambda: KINDS["all-gather" if rank else "meeting"](ranks))
+
+
+def test_ranks_are_told_whichever_threads_have_waited_before():
+    for name, text, seconds in on_ranks(2, after_threads):
+        assert name == "RanksError" and "ranks wait for each other" in text and seconds < SOON, (name, text, seconds)
 
 
 def one_is_killed(rank: int, folder: str, call: str) -> tuple[str, str, float]:

@@ -2,7 +2,8 @@
 
 A course is a row of things that all ranks of a group do in the same order: their meetings, or their collectives. A rank
 that waits for long says at which number of which course, and how far it is in each of its own. Two ranks wait for each
-other when neither has come to what the other one waits for: each would have to go on to come there.
+other when neither has come to what the other one waits for: each would have to go on to come there. One that computes
+in a second thread may do so. So both have to be seen twice where they are, and to have begun nothing in between.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 
 class Course:
-    """One that this rank takes part in.
+    """A course that this rank takes part in.
 
     Attributes:
         name: the same on all ranks of the group, and of no other course.
@@ -26,21 +28,9 @@ class Course:
         failed: why the ranks' collectives don't match any more; empty while they do.
     """
 
-    _known: ClassVar[weakref.WeakValueDictionary[str, Course]] = weakref.WeakValueDictionary()
-
     def __init__(self, name: str, is_met: bool) -> None:
         self.name, self.is_met, self.number = name, is_met, 0
         self.given_up, self.failed = 0, ""
-        self._known[name] = self
-
-    @classmethod
-    def numbers(cls) -> dict[str, int]:
-        """How far this rank is in each."""
-        return {name: course.number for name, course in list(cls._known.items())}
-
-    @classmethod
-    def known(cls, name: str) -> Course | None:
-        return cls._known.get(name)
 
 
 class Point(NamedTuple):
@@ -57,46 +47,70 @@ class Point(NamedTuple):
     is_met: bool
     numbers: dict[str, int]
 
-    def is_awaited_in_vain_by(self, mine: Point) -> bool:
-        """Whether this rank, which waits at `mine`, keeps another one waiting that waits here, and is kept by it."""
-        other = Course.known(self.course)
-        return (
-            other is not None
-            and other.number < self.number
-            and self.numbers.get(mine.course, mine.number) < mine.number
-        )
+    def is_before(self, other: Point) -> bool:
+        """Whether the rank that waits here has not come to another point, of a course that it takes part in."""
+        return self.numbers.get(other.course, other.number) < other.number
 
 
 class Waits:
-    """Those of the ranks of torch.distributed. A rank where several threads wait says nothing: what one waits for may
-    be done by another."""
+    """This object holds the courses of a process, and tells the other ranks what it waits for in them. While several
+    threads wait for long, it tells nothing: what one waits for may be done by another."""
 
-    _threads: ClassVar[set[int]] = set()
+    def __init__(self) -> None:
+        self._courses: weakref.WeakValueDictionary[str, Course] = weakref.WeakValueDictionary()
+        self._threads: set[int] = set()  # that wait for long, now
+        self._said: tuple[dist.Store, str] | None = None  # where the others read what this rank waits for
+        self._seen: tuple[Point, dict[int, Point]] | None = None  # at the last look: where this rank waits, and others
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        """`rank`: this one's, in all of torch.distributed."""
-        self._store, self._rank = store, rank
-        self._said = False
+    def course(self, name: str, is_met: bool) -> Course:
+        """A new course of this process."""
+        self._courses[name] = course = Course(name, is_met)
+        return course
 
-    def say(self, point: Point) -> bool:
-        """Let the others know what this rank waits for; whether that is so."""
+    def numbers(self) -> dict[str, int]:
+        """How far this rank is in each course."""
+        return {name: course.number for name, course in list(self._courses.items())}
+
+    def say(self, store: dist.Store, rank: int, point: Point) -> bool:
+        """Let the others know what this thread waits for; whether it is said. `rank`: this one's, in all of
+        torch.distributed."""
         self._threads.add(threading.get_ident())
         if len(self._threads) > 1:
-            self.say_nothing()
+            self._withdraw()
             return False
-        self._store.set(f"waits/{self._rank}", json.dumps(point))
-        self._said = True
+        self._said = store, _key(rank)
+        store.set(self._said[1], json.dumps(point))
         return True
 
     def say_nothing(self) -> None:
-        """Let them know that it goes on."""
-        if self._said:
-            self._said = False
-            self._store.set(f"waits/{self._rank}", "")
+        """Let the others know that this thread goes on."""
+        if threading.get_ident() in self._threads:
+            self._threads.discard(threading.get_ident())
+            self._withdraw()
 
-    def of(self, rank: int) -> Point | None:
-        """What another rank waits for, if it said so."""
-        key = f"waits/{rank}"
-        if self._store.check([key]) and (said := self._store.get(key).decode()):
-            return Point(*json.loads(said))
-        return None
+    def _withdraw(self) -> None:
+        said, self._said, self._seen = self._said, None, None
+        if said is not None:
+            store, key = said
+            store.set(key, "")
+
+    def deadlock(self, store: dist.Store, mine: Point, ranks: Mapping[int, int]) -> tuple[int, Point] | None:
+        """The first of the `ranks`, and where it waits, that waits for this one and is waited for by it, at this look
+        and the last one. `ranks`: by their numbers in the group, those in all of torch.distributed."""
+        points = {rank: point for rank, everywhere in ranks.items() if (point := _said_by(store, everywhere))}
+        found = {rank: point for rank, point in points.items() if point.is_before(mine) and mine.is_before(point)}
+        before, self._seen = self._seen, (mine, found)
+        if before is None or before[0] != mine:
+            return None
+        return next(((rank, point) for rank, point in found.items() if before[1].get(rank) == point), None)
+
+
+def _key(rank: int) -> str:
+    return f"waits/{rank}"
+
+
+def _said_by(store: dist.Store, rank: int) -> Point | None:
+    """What a rank of torch.distributed waits for, if it said so."""
+    if store.check([_key(rank)]) and (said := store.get(_key(rank)).decode()):
+        return Point(*json.loads(said))
+    return None

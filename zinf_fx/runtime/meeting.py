@@ -50,14 +50,16 @@ _FINE = "fine"  # the verdict of a meeting that all have come to
 
 
 class Meetings:
-    """Those of one group of ranks, of which this process is one, and the collectives that they begin."""
+    """This object holds the meetings of a group of ranks, of which this process is one, and the collectives that they
+    begin."""
 
+    _waits: ClassVar[Waits] = Waits()  # of this process, in all groups
     _known: ClassVar[dict[dist.ProcessGroup, Meetings]] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: float) -> Meetings:
-        """Those of a group. All of its ranks call this, for the first time at the same point. Raises: RanksError when
-        one doesn't, for `timeout` seconds."""
+        """Return the meetings of a group. All of its ranks call this, for the first time at the same point. Raises:
+        RanksError when one doesn't, for `timeout` seconds."""
         known = cls._known.get(group)
         if known is None:
             known = cls._known[group] = cls(group, timeout)
@@ -65,7 +67,7 @@ class Meetings:
 
     @classmethod
     def forget(cls, group: dist.ProcessGroup) -> Meetings:
-        """torch.distributed has a group no more: these meetings have a thread and sockets."""
+        """Let go of the meetings of a group that torch.distributed has no more: they have a thread and sockets."""
         return cls._known.pop(group)
 
     @classmethod
@@ -79,9 +81,8 @@ class Meetings:
         of_this_name = dist.PrefixStore(group.group_name, store)
         name, processes = introduced(of_this_name, self._rank, self._size, timeout)
         self._store, of_this_attempt = store, dist.PrefixStore(name, store)
-        self._waits = Waits(store, dist.get_rank())
-        self._met, self._begun = Course(f"{name}/met", True), Course(f"{name}/begun", False)
-        self._exchanged = Course(f"{name}/exchanged", False)  # by connections of their own
+        self._met, self._begun = self._waits.course(f"{name}/met", True), self._waits.course(f"{name}/begun", False)
+        self._exchanged = self._waits.course(f"{name}/exchanged", False)  # by connections of their own
         self._presence = Presence(of_this_attempt, self._rank, processes)
         self._connections = dist.PrefixStore("connections", of_this_attempt)
         self._agreement: dist.ProcessGroupGloo | None = None
@@ -238,13 +239,13 @@ class Meetings:
                 f"rank {self._rank} of {self._size} has waited {PATIENCE:g} s for the other ranks to come to {what}, "
                 f"{_ADVICE}"
             )
-        mine = Point(course.name, number, what, course.is_met, Course.numbers())
-        if not self._waits.say(mine):
+        mine = Point(course.name, number, what, course.is_met, self._waits.numbers())
+        if not self._waits.say(self._store, self._members[self._rank], mine):
             return ""
-        for rank, member in enumerate(self._members):
-            if rank != self._rank and (theirs := self._waits.of(member)) and theirs.is_awaited_in_vain_by(mine):
-                found = self._deadlock((self._rank, mine), (rank, theirs))
-                return self._decide(_verdict_at(theirs.course, theirs.number), found)
+        others = {rank: member for rank, member in enumerate(self._members) if rank != self._rank}
+        if theirs := self._waits.deadlock(self._store, mine, others):
+            point = theirs[1]
+            return self._decide(_verdict_at(point.course, point.number), self._deadlock((self._rank, mine), theirs))
         if course.is_met and (elsewhere := self._onlooker.ask()):
             return self._deadlock((self._rank, mine), elsewhere=elsewhere)
         return ""
