@@ -241,6 +241,32 @@ def test_a_save_waits_for_as_long_as_its_model_does(tmp_path: Path):
     assert 0.5 <= seconds < 0.5 + AT_ONCE
 
 
+def interrupted_without_a_store(rank: int) -> tuple[str, str, float]:
+    """How a wait ends that is interrupted after the store has ended, where this rank has said that it waits."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meetings = meeting.Meetings.of(dist.group.WORLD, SOON)
+    meetings._store = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    looks = iter([False])
+
+    def over(seconds: float) -> bool:
+        nonlocal store
+        for look in looks:
+            return look
+        store = None
+        raise KeyboardInterrupt
+
+    def wait() -> None:
+        with meetings.naming("x", SOON):
+            meetings._wait(over, meetings._met, 1, "x", SOON)
+
+    return ended_by(wait)
+
+
+def test_an_interrupt_is_one_where_the_store_has_ended():
+    ((name, text, seconds),) = on_ranks(1, interrupted_without_a_store)
+    assert name == "KeyboardInterrupt" and seconds < SOON, (name, text)
+
+
 def absent(rank: int) -> tuple[str, str, float] | None:
     """How offloading ends where the other rank does something else."""
     if rank:

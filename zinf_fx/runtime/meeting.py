@@ -217,7 +217,8 @@ class Meetings:
                 self._decide(verdict, failed)
             raise
         finally:
-            self._waits.say_nothing()
+            with contextlib.suppress(RuntimeError):  # the store ended first
+                self._waits.say_nothing()
         if found != _FINE:
             raise RanksError(found)
 
