@@ -41,7 +41,10 @@ class Waiting:
 
     def __enter__(self) -> Waiting:
         _busy.add(self)
-        thread = _idle.pop() if _idle else _Thread()
+        try:
+            thread = _idle.pop()
+        except IndexError:  # not asked before: another thread may take the last one in between
+            thread = _Thread()
         thread.waits.put(self)
         return self
 
