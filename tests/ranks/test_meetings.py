@@ -19,6 +19,7 @@ from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.errors import RanksError
+from zinf_fx.runtime.meeting import Meetings
 
 SOON = 15.0
 Found = tuple[str, float, list[str]]
@@ -101,6 +102,30 @@ def random_states(rank: int) -> Found | None:
     found = None if rank else first_error(lambda: gathered(model))
     dist.broadcast(torch.ones(1), 0)
     return found
+
+
+class Counting:
+    """A store that counts what it is asked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.asked = store, []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+def asked_by_the_last(rank: int) -> list[str]:
+    """What the last rank that comes to a meeting asks of the store."""
+    meetings = Meetings.of(dist.group.WORLD, SOON)
+    meetings._store = Counting(meetings._store)
+    meetings.meet("x", SOON)
+    return meetings._store.asked
+
+
+def test_the_last_to_come_decides_before_it_tidies_up_and_asks_nothing_more():
+    (asked,) = on_ranks(1, asked_by_the_last)
+    assert asked == ["compare_set", "add", "compare_set", *["delete_key"] * 3]
 
 
 def onlookers() -> list[threading.Thread]:

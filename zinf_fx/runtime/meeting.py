@@ -100,17 +100,21 @@ class Meetings:
         number = self._met.number
         self._warned = False
         self._onlooker.arrive(number)
-        asked, agreed, verdict = self._keys(number)
+        asked, agreed, key = self._keys(number)
         mine = f"{what} on rank {self._rank}"
         with self.naming(what, timeout):
             first = self._store.compare_set(asked, "", mine).decode()
             if first.rpartition(" on rank ")[0] != what:
-                self._decide(verdict, f"ranks disagree: {first}, and {mine}. Each is {_ADVICE}")
+                verdict = self._decide(key, f"ranks disagree: {first}, and {mine}. Each is {_ADVICE}")
             elif self._store.add(agreed, 1) == self._size:
-                for key in self._keys(number - 1):  # everybody has left that one
-                    self._store.delete_key(key)
-                self._decide(verdict, _FINE)
-            self._wait(lambda seconds: self._is_decided(verdict, seconds), self._met, number, what, timeout)
+                verdict = self._decide(key, _FINE)
+                for left in self._keys(number - 1):  # by everybody
+                    self._store.delete_key(left)
+            else:
+                self._wait(lambda seconds: self._is_decided(key, seconds), self._met, number, what, timeout)
+                return
+        if verdict != _FINE:
+            raise RanksError(verdict)
 
     def begin(self, what: str) -> int:
         """A collective begins in the group: the number that it has on all ranks.
@@ -197,30 +201,30 @@ class Meetings:
     def _wait(self, over: Callable[[float], bool], course: Course, number: int, what: str, timeout: float) -> None:
         """Return when `over`, which waits for so many seconds at most, says so, and no verdict is against it. Raises:
         what it raises; RanksError."""
-        end, verdict, ended = time.monotonic() + timeout, _verdict_at(course.name, number), []
+        end, key, ended = time.monotonic() + timeout, _verdict_at(course.name, number), []
         try:
             while (left := end - time.monotonic()) > 0:
                 if over(min(PATIENCE, left)):
-                    found = self._store.get(verdict).decode() if course.is_met else _FINE
+                    verdict = self._store.get(key).decode() if course.is_met else _FINE
                     break
                 before, ended = ended, self._presence.ended()
                 # What one has sent before it ended may be on its way.
                 gone = ended if course.is_met else [rank for rank in ended if rank in before]
-                if found := self._trouble(course, number, what, gone):
-                    found = self._decide(verdict, found)
+                if reason := self._trouble(course, number, what, gone):
+                    verdict = self._decide(key, reason)
                     break
             else:
-                found = self._decide(verdict, self._late(course, what, timeout))
+                verdict = self._decide(key, self._late(course, what, timeout))
         except BaseException as error:  # an interrupt, too: this rank does not wait any more
             failed = f"{what} failed on rank {self._rank} of {self._size}: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store ended first
-                self._decide(verdict, failed)
+                self._decide(key, failed)
             raise
         finally:
             with contextlib.suppress(RuntimeError):  # the store ended first
                 self._waits.say_nothing()
-        if found != _FINE:
-            raise RanksError(found)
+        if verdict != _FINE:
+            raise RanksError(verdict)
 
     def _trouble(self, course: Course, number: int, what: str, ended: list[int]) -> str:
         """Why a rank that waits here will wait for ever; or nothing."""
@@ -251,9 +255,9 @@ class Meetings:
             return self._deadlock((self._rank, mine), elsewhere=elsewhere)
         return ""
 
-    def _is_decided(self, verdict: str, seconds: float) -> bool:
-        """Whether there is a verdict within so many seconds."""
-        return any(self._store.check([verdict]) for _ in polling(seconds))
+    def _is_decided(self, key: str, seconds: float) -> bool:
+        """Whether a verdict is there within so many seconds."""
+        return any(self._store.check([key]) for _ in polling(seconds))
 
     def _decide(self, key: str, verdict: str) -> str:
         """Leave a verdict for all that wait there. Returns the one that counts, which is the first."""
@@ -284,8 +288,8 @@ class Meetings:
                 said.append(f"rank {rank} of {self._size} for the others to come to {point.what}")
             else:
                 said.append(f"rank {rank} for {point.what} to begin {'there' if is_met else 'elsewhere'}")
-        found = f"ranks wait for each other: {', and '.join(filter(None, [*said, elsewhere]))}"
-        return f"{found}. The first is {_ADVICE}" if is_met else found
+        reason = f"ranks wait for each other: {', and '.join(filter(None, [*said, elsewhere]))}"
+        return f"{reason}. The first is {_ADVICE}" if is_met else reason
 
     @contextlib.contextmanager
     def naming(self, what: str, timeout: float) -> Iterator[None]:
@@ -298,11 +302,11 @@ class Meetings:
         except (RuntimeError, ValueError) as error:
             for _ in polling(PATIENCE):  # a connection closes before its process is gone
                 if ended := self._presence.ended():
-                    found = self._failed(what, ended)
+                    reason = self._failed(what, ended)
                     break
             else:
-                found = unexplained(what, self._rank, self._size, timeout)
-            raise RanksError(f"{found}. torch.distributed says: {error}") from error
+                reason = unexplained(what, self._rank, self._size, timeout)
+            raise RanksError(f"{reason}. torch.distributed says: {error}") from error
 
 
 def unexplained(what: str, rank: int, size: int, timeout: float) -> str:

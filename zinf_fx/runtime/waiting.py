@@ -22,6 +22,7 @@ from zinf_fx.interrupts import let_through
 
 _SLICE = 0.05  # seconds from one look for interrupts to the next
 _FIRST_PAUSE = 0.0002
+_SHARE = 0.05  # of the time that has passed, which the next pause may add
 _AT_EXIT = 1.0  # seconds for which waits that were given up are waited for
 
 
@@ -125,12 +126,12 @@ def _is_over(work: dist.Work) -> bool:
 
 def polling(seconds: float) -> Iterator[None]:
     """Yield at once and then now and then, less often as time passes, for so many seconds. Raises: an interrupt."""
-    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    begun = time.monotonic()
     while True:
         yield
         let_through()
-        left = end - time.monotonic()
-        if left <= 0:
+        passed = time.monotonic() - begun
+        if passed >= seconds:
             return
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _SLICE)
+        pause = min(max(_FIRST_PAUSE, _SHARE * passed), _SLICE)
+        time.sleep(min(pause, seconds - passed))
