@@ -27,7 +27,6 @@ class Collective:
 
     Attributes:
         failed: whether it did. It may write to its tensors still.
-        afterwards: what is left to do when it is over, if anything.
     """
 
     def __init__(
@@ -39,14 +38,14 @@ class Collective:
         number: int,
         note: Note | None,
         queued: Queued | None,
+        afterwards: Callable[[], object] | None,
     ) -> None:
         """`work`: None when it is over. `what` names it and the tile in errors. `number`: which it is in the group that
         these meetings are of. `note`: to end after a wait. `queued`: in the queue of a device; None of tensors in host
-        memory, for which this thread waits."""
+        memory, for which this thread waits. `afterwards`: what is left to do when it is over, if anything."""
         self._work, self._what, self._ranks, self._meetings, self._number = work, what, ranks, meetings, number
-        self._note, self._queued = note, queued
+        self._note, self._queued, self._afterwards = note, queued, afterwards
         self.failed = False
-        self.afterwards: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Return when it is over. On a device, return at once: what is queued from now on follows it, and `Watch` names
@@ -65,9 +64,9 @@ class Collective:
                 with self._meetings.naming(self._what, timeout):
                     work.wait()  # a timeout, whichever, has NCCL keep this thread until the collective is over
                     self._queued.joined()
-            if self.afterwards is not None:
-                self.afterwards()
-            self.failed, self.afterwards = False, None
+            if self._afterwards is not None:
+                self._afterwards()
+            self.failed, self._afterwards = False, None
             RECORDER.end(self._note)
 
 
@@ -191,9 +190,15 @@ class Ranks:
             return self._start("reduce_scatter", what, full, _reduce_scatter, self._within, shard, full)
         # Gloo's own does this in its wait, which knows no time-out, and which nobody can give up.
         whole, own = full.reshape(-1).clone(), slice(self.shard * shard.numel(), (self.shard + 1) * shard.numel())
-        started = self._start("reduce_scatter", what, whole, dist.all_reduce, self._within, whole)
-        started.afterwards = lambda: shard.view(-1).copy_(whole[own])
-        return started
+        return self._start(
+            "reduce_scatter",
+            what,
+            whole,
+            dist.all_reduce,
+            self._within,
+            whole,
+            afterwards=lambda: shard.view(-1).copy_(whole[own]),
+        )
 
     def all_reduce(self, shard: torch.Tensor, what: str) -> Collective:
         """Start to sum the `shard` of every group's rank that has the same one, in place."""
@@ -272,8 +277,10 @@ class Ranks:
         collective: Callable[..., dist.Work | None],
         group: dist.ProcessGroup,
         *arguments: Any,
+        afterwards: Callable[[], object] | None = None,
     ) -> Collective:
-        """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`."""
+        """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`.
+        `afterwards`: what is left to do when it is over."""
         meetings = self._meetings[group]
         number = meetings.begin(what)
         note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)
@@ -282,7 +289,7 @@ class Ranks:
         note, queued = RECORDER.ends_with(note, work), None
         if moved.device.type != "cpu" and work is not None:
             queued = self._watch.add(work, what, device_of(moved.device).mark)
-        return Collective(work, what, self, meetings, number, note, queued)
+        return Collective(work, what, self, meetings, number, note, queued, afterwards)
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
