@@ -1,4 +1,4 @@
-"""What ranks wait for, as they tell each other, and when that is each other.
+"""Ranks tell each other what they wait for, and find out when that is each other.
 
 A course is a row of things that all ranks of a group do in the same order: their meetings, or their collectives. A rank
 that waits for long says at which number of which course, and how far it is in each of its own. Two ranks wait for each
@@ -68,7 +68,7 @@ class Waits:
         return course
 
     def numbers(self) -> dict[str, int]:
-        """How far this rank is in each course."""
+        """Return how far this rank is in each course."""
         return {name: course.number for name, course in list(self._courses.items())}
 
     def say(self, store: dist.Store, rank: int, point: Point) -> bool:
@@ -110,7 +110,7 @@ def _key(rank: int) -> str:
 
 
 def _said_by(store: dist.Store, rank: int) -> Point | None:
-    """What a rank of torch.distributed waits for, if it said so."""
+    """Return what a rank of torch.distributed waits for, if it said so."""
     if store.check([_key(rank)]) and (said := store.get(_key(rank)).decode()):
         return Point(*json.loads(said))
     return None

@@ -264,12 +264,12 @@ class Meetings:
         return self._store.compare_set(key, "", verdict).decode()
 
     def _keys(self, meeting: int) -> tuple[str, str, str]:
-        """In the store: what the first came for, how many came for the same, and what is found."""
+        """Return the keys of a meeting: of what the first came for, of how many came for the same, and of the verdict."""
         prefix = f"{self._met.name}/{meeting}"
         return f"{prefix}/asked", f"{prefix}/agreed", _verdict_at(self._met.name, meeting)
 
     def _late(self, course: Course, what: str, timeout: float) -> str:
-        """What is said of a wait that took too long."""
+        """Return what is said of a wait that took too long."""
         if not course.is_met:
             return unexplained(what, self._rank, self._size, timeout)
         return (
@@ -281,7 +281,7 @@ class Meetings:
         return f"{what} failed on rank {self._rank} of {self._size}: {_named(ended)} ended, or left torch.distributed"
 
     def _deadlock(self, *waits: tuple[int, Point], elsewhere: str = "") -> str:
-        """What is said of ranks that wait for each other, each at a point; or, in words, in other code."""
+        """Return what is said of ranks that wait for each other, each at a point; or, in words, in other code."""
         said, is_met = [], any(point.is_met for _, point in waits)
         for rank, point in sorted(waits, key=lambda wait: not wait[1].is_met):
             if point.is_met:
@@ -310,7 +310,7 @@ class Meetings:
 
 
 def unexplained(what: str, rank: int, size: int, timeout: float) -> str:
-    """What is said of a collective that failed on a rank when nothing else is known."""
+    """Return what is said of a collective that failed on a rank when nothing else is known."""
     return (
         f"{what} failed on rank {rank} of {size}: another rank ended, or does something else at this point, or took "
         f"longer than collective_timeout ({timeout:g} s)"
@@ -318,7 +318,7 @@ def unexplained(what: str, rank: int, size: int, timeout: float) -> str:
 
 
 def _verdict_at(course: str, number: int) -> str:
-    """The key of what is found about those that wait at a point."""
+    """Return the key of the verdict about all that wait at a point."""
     return f"{course}/{number}/verdict"
 
 

@@ -159,7 +159,7 @@ class Ranks:
 
     @classmethod
     def on(cls, group: dist.ProcessGroup) -> list[Ranks]:
-        """Those that `of` has made for a group so far."""
+        """Return the ranks that `of` has made for a group so far."""
         return list(cls._known.get(group, {}).values())
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str, owner: int | None = None) -> Collective:
