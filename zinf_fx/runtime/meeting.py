@@ -264,7 +264,7 @@ class Meetings:
         return self._store.compare_set(key, "", verdict).decode()
 
     def _keys(self, meeting: int) -> tuple[str, str, str]:
-        """Return the keys of a meeting: of what the first came for, of how many came for the same, and of the verdict."""
+        """The keys of what the first came to a meeting for, of how many came for the same, and of the verdict."""
         prefix = f"{self._met.name}/{meeting}"
         return f"{prefix}/asked", f"{prefix}/agreed", _verdict_at(self._met.name, meeting)
 
