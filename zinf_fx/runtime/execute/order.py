@@ -4,19 +4,22 @@
 Each rank compiles for the sizes of its own batches, whenever it meets new ones, so one rank may run a graph that it has
 compiled just now while another runs one of the first step. What has to be equal is the sequence of collectives: it
 follows from the plan, from what is still in memory of earlier graphs, and from which gradients are reduced now. Before
-a graph that starts any, ranks compare a number that stands for these, in one small collective.
+a graph, ranks compare a number that stands for these, in one small collective. Whether they do must itself be the same
+on all of them, so the plan says it: forward and backward graphs do, where either starts collectives, also in a run that
+starts none. A plan without any, as of a frozen part that every rank has all of, concerns no other rank. What other
+ranks updated may be gathered by a graph of such a plan, too: all ranks know that after the same step.
 
 Where plans agree, and what is in memory doesn't (a graph that was compiled just now has no successor yet whose tiles it
 could fetch), all ranks drop what is in memory, and begin anew. What other ranks updated is gathered once a graph that
-uses it has begun, and not in advance: ranks may expect different graphs. Replicas that eager code wrote to take over
-those of the first rank with the first run of a graph, on any rank. Where plans disagree, no collective is started: all
-ranks raise an error that says what each of them was about to do.
+uses it has begun, and not in advance: ranks may expect different graphs. Replicas that eager code wrote to, on any
+rank, take over those of the first rank with the first run, on any rank, of a graph before which ranks compare. Where
+plans disagree, no collective is started: all ranks raise an error that says what each of them was about to do.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NoReturn
 
@@ -32,6 +35,7 @@ from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 _SHOWN = 160  # characters of a line that an error shows
+_UNSHOWN = "what has the same description"
 
 
 class CollectiveOrder:
@@ -40,6 +44,8 @@ class CollectiveOrder:
     def __init__(self, plan: Plan, kind: GraphKind) -> None:
         self._plan, self._schedule = plan, plan.graph(kind)
         self._is_first = True  # run of the graph
+        # A fetch by itself does not tell: of a frozen parameter it gathers nothing.
+        self._compares = any(event.kind != "fetch" for graph in plan.graphs for event in collectives_in(graph))
         events = collectives_in(self._schedule)
         # Each once, in order: what a run does with the tile the first time decides for the others.
         self._gathered, self._refreshed, self._reduced = (
@@ -73,58 +79,73 @@ class CollectiveOrder:
 
         Raises: RanksError, on all ranks, where other graphs are about to run, or gradients are reduced on some only.
         """
+        is_first, self._is_first = self._is_first, False
         many = [ranks for ranks in dict.fromkeys(storages[tile].ranks for tile in self._tiles) if ranks.size > 1]
-        apart = {
-            name: member
-            for tile in (self._replicated if many else ())
-            for name, member in _members(self._schedule.tiles[tile], storages[tile])
-            if not member.share.agreed
-        }
-        takes_over = self._is_first and bool(apart)
-        now = list(self._due_now(storages, gradients)) if many else []
-        if not ((many and self._gathered) or now or takes_over):
+        # Of each tile that this run refreshes, or of whose gradient it reduces some, which of its parameters.
+        stale = {tile: [member.share.stale for member in storages[tile].members] for tile in self._refreshed}
+        stale = {tile: of_members for tile, of_members in stale.items() if any(of_members)}
+        if not many or not (self._compares or stale):
             return True
-        stale = [tile for tile in self._refreshed if any(member.share.stale for member in storages[tile].members)]
+        reduced = {tile: gradients.reduced_now(tile) for tile in self._reduced}
+        takes_over = is_first and any(not member.share.agreed for _, member in self._replicas(storages))
         # Of those here, nothing is started again.
         here = [staging.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
         gathered = [tile is not None and tile.state is TileState.GATHERED for tile in here]
         gathered += [staging.present(storages[tile], self._schedule.tiles[tile]) is not None for tile in stale]
         expects = has_successor and self._schedule.kind == "forward"
-        numbers = [_number(self._digest, now), _number(gathered, takes_over, expects)]
+        refreshes = [(self._names_numbers[tile], of_members) for tile, of_members in stale.items()]
+        numbers = [_number(self._digest, refreshes, list(reduced.values())), _number(gathered, takes_over, expects)]
         common = True
         for ranks in many:
             same_order, same_state = ranks.alike(numbers, f"the collectives of {self._name}")
             if not same_order:
-                _refuse(ranks, self._name, [self._schedule.kind, *common_to_ranks(self._plan), *now])
+                due = self._due_now(stale, reduced)
+                _refuse(ranks, self._name, [self._schedule.kind, *common_to_ranks(self._plan), *due])
             common = common and same_state
             if takes_over or not same_state:
-                lists = ranks.of_all(list(apart), "what eager code wrote to")
-                for name in (name for name in lists[0] if all(name in names for names in lists)):
-                    apart[name].agree()
-        self._is_first = False
+                self._take_over(ranks, storages)
         if not common:
             staging.drop_staying()
         return common
 
-    def _due_now(self, storages: Sequence[Stored | None], gradients: LeavingGradients | None) -> Iterator[str]:
-        """What a run starts that doesn't follow from the plan alone: it gathers what other ranks have updated, and
-        reduces gradients, unless they are accumulated first."""
-        for tile in self._refreshed:
-            planned = self._schedule.tiles[tile]
-            if stale := [name for name, member in _members(planned, storages[tile]) if member.share.stale]:
-                yield f"the refresh of {', '.join(stale)}"
-        for tile in self._reduced:
-            names = [name for name, _ in _members(self._schedule.tiles[tile], storages[tile])]
-            if reduced := [name for name, is_now in zip(names, gradients.reduced_now(tile), strict=True) if is_now]:
-                yield f"the reduction of the gradient of {', '.join(reduced)}"
+    @cached_property
+    def _names_numbers(self) -> dict[int, int]:
+        """Of each tile that may be refreshed, a number that stands for its parameters: other ranks may have other ones
+        besides that are never stale."""
+        return {tile: _number(_names(self._schedule.tiles[tile])) for tile in self._refreshed}
+
+    def _replicas(self, storages: Sequence[Stored | None]) -> Iterator[tuple[str, TensorStorage]]:
+        """The parameters that several ranks have the same elements of, with their names."""
+        for tile in self._replicated:
+            yield from zip(_names(self._schedule.tiles[tile]), storages[tile].members, strict=True)
+
+    def _take_over(self, ranks: Ranks, storages: Sequence[Stored | None]) -> None:
+        """Of the replicas that all ranks use in this graph, those that eager code wrote to, on any of them, become the
+        first rank's."""
+        replicas = {name: member for name, member in self._replicas(storages) if member.ranks is ranks}
+        written = [name for name, member in replicas.items() if not member.share.agreed]
+        by_rank = ranks.of_all((list(replicas), written), "what eager code wrote to")
+        for name in dict.fromkeys(name for _, names in by_rank for name in names):
+            if all(name in names for names, _ in by_rank):
+                replicas[name].share.agreed = False
+                replicas[name].agree()
+
+    def _due_now(self, stale: Mapping[int, Sequence[bool]], reduced: Mapping[int, Sequence[bool]]) -> Iterator[str]:
+        """What a run starts that doesn't follow from the plan alone, in words: it gathers what other ranks have
+        updated, and reduces gradients, unless they are accumulated first."""
+        for what, tiles in (("refresh", stale), ("reduction of the gradient", reduced)):
+            for tile, of_members in tiles.items():
+                names = _names(self._schedule.tiles[tile])
+                if due := [name for name, is_due in zip(names, of_members, strict=True) if is_due]:
+                    yield f"the {what} of {', '.join(due)}"
 
 
 def _refuse(ranks: Ranks, graph: str, lines: Sequence[str]) -> NoReturn:
     """Raise what all ranks raise, each with what it was about to run, and to do, in `lines`."""
     graphs, by_rank = zip(*ranks.of_all((graph, lines), "what ranks are about to run"), strict=True)
     places = range(max(map(len, by_rank)))
-    texts = ([some[place] if place < len(some) else "nothing more" for some in by_rank] for place in places)
-    differing = next(text for text in texts if len(set(text)) > 1)
+    texts = ([of_rank[place] if place < len(of_rank) else "nothing more" for of_rank in by_rank] for place in places)
+    differing = next((text for text in texts if len(set(text)) > 1), [_UNSHOWN] * len(graphs))
     shown = "; ".join(f"rank {rank}: {_around_difference(text, differing)}" for rank, text in enumerate(differing))
     running = "; ".join(f"rank {rank}: {graph}" for rank, graph in enumerate(graphs))
     raise RanksError(
@@ -135,10 +156,9 @@ def _refuse(ranks: Ranks, graph: str, lines: Sequence[str]) -> NoReturn:
     )
 
 
-def _members(planned: Tile, storage: Stored) -> Iterator[tuple[str, TensorStorage]]:
-    """The parameters of a tile, with their names."""
-    names = [member.name for member in planned.members] or [planned.name]
-    return zip(names, storage.members, strict=True)
+def _names(tile: Tile) -> list[str]:
+    """Of the parameters of a tile."""
+    return [member.name for member in tile.members] or [tile.name]
 
 
 def _is_replicated(tile: Tile) -> bool:
