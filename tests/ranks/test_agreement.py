@@ -13,6 +13,7 @@ from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.runtime.memory.limit import MemoryLimit
+from zinf_fx.runtime.ranks import Ranks
 
 SOON = 5.0
 
@@ -122,3 +123,9 @@ def test_ranks_take_the_placement_that_the_first_one_decides():
     offloaded, simulated, kind, text = first
     assert "optimizer='nvme'" in offloaded and "'nvme'" in simulated
     assert kind == "BudgetError" and "placement 'auto' finds none that fits" in text
+
+
+def test_what_ranks_decide_is_decided_once_and_not_by_a_failure():
+    ranks, decide = Ranks(None, SOON), mock.Mock(side_effect=[OSError, 0, 1])
+    assert first_error(lambda: ranks.decided_once("a", decide))[0] == "OSError"
+    assert [ranks.decided_once(key, decide) for key in ("a", "a", "b", "a")] == [0, 0, 1, 0]

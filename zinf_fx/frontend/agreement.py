@@ -41,7 +41,7 @@ class Agreement:
         self.alone = groups is not None
         self._ranks = Ranks.of(config) if groups is None else ALONE
         self.groups = self._ranks.groups if groups is None else groups
-        self.mesh = mesh_of(config, [one.given for one in inputs])
+        self.mesh = mesh_of(config, [graph_input.given for graph_input in inputs])
         self.tensor_ranks = ALONE
         if self.mesh is not None and not self.alone:
             self.tensor_ranks = tensor_ranks(config, self.mesh.get_group())
@@ -49,12 +49,12 @@ class Agreement:
 
     def check_together(self, inputs: Sequence[GraphInput]) -> None:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
-        for one in () if self.alone else inputs:
-            if one.is_stored and one.taken.storage.tiers is not None:
-                found = one.taken.storage.share.ranks.size
-                if found != self._ranks.size:
+        for graph_input in () if self.alone else inputs:
+            if graph_input.is_stored and graph_input.taken.storage.tiers is not None:
+                divided_over = graph_input.taken.storage.share.ranks.size
+                if divided_over != self._ranks.size:
                     raise RanksError(
-                        f"the model was offloaded for {found} rank(s), and {self._ranks.size} are to run it: "
+                        f"the model was offloaded for {divided_over} rank(s), and {self._ranks.size} are to run it: "
                         "initialise torch.distributed before offload(), and keep it until training ends"
                     )
 
@@ -62,17 +62,18 @@ class Agreement:
         """The rates that the first of the ranks measured, where choices depend on them."""
         if self._config.activations != "auto" or self.alone:
             return measure()
-        key = f"rates {digest_of(encode(self._config))}"
-        if key not in self._ranks.agreed:
-            given = [one.given for one in inputs]
-            self._ranks.agreed[key] = of_first(self._config, given, measure(), "measured rates")
-        return self._ranks.agreed[key]
+        given = [graph_input.given for graph_input in inputs]
+        return self._ranks.decided_once(
+            f"rates {digest_of(encode(self._config))}",
+            lambda: of_first(self._config, given, measure(), "measured rates"),
+        )
 
     def with_room(self, context: GraphContext, plan: Callable[[], int]) -> GraphContext:
         """The context of a joint graph, with what the budget leaves for the activations of every rank, whose batches
         may have other sizes: the most that one has in the first graph of these parameters, which all compile together.
 
-        `plan`: plans the graph as this rank would, and returns the bytes of its activations.
+        `plan`: plans the graph as this rank would, and returns the bytes of its activations. That plan is no other
+        one's start: what it leaves for tiles is more than is left once activations have their room.
 
         Raises: BudgetError, on all ranks, where that fails on one.
         """
@@ -80,19 +81,20 @@ class Agreement:
             return context
         parameters = sorted(json.dumps(encode(tile)) for tile in context.tiles.values())
         key = f"activations {digest_of([encode(context.config), parameters])}"
-        if key not in self._ranks.agreed:
-            kept: int | str
-            try:
-                kept = plan()
-            except BudgetError as error:
-                kept = str(error)
-            with unset_fake_temporarily():  # graphs are planned where tensors are fake
-                by_rank = self._ranks.of_all(kept, "the bytes of activations")
-            for rank, found in enumerate(by_rank):
-                if isinstance(found, str):
-                    raise BudgetError(found if rank == self._ranks.rank else f"rank {rank}: {found}")
-            self._ranks.agreed[key] = max(by_rank)
-        return replace(context, kept=self._ranks.agreed[key])
+        return replace(context, kept=self._ranks.decided_once(key, lambda: self._most_of_any_rank(plan)))
+
+    def _most_of_any_rank(self, plan: Callable[[], int]) -> int:
+        planned: int | str
+        try:
+            planned = plan()
+        except BudgetError as error:
+            planned = str(error)
+        with unset_fake_temporarily():  # graphs are planned where tensors are fake
+            by_rank = self._ranks.of_all(planned, "the bytes of activations")
+        for rank, nbytes_or_error in enumerate(by_rank):
+            if isinstance(nbytes_or_error, str):
+                raise BudgetError(nbytes_or_error if rank == self._ranks.rank else f"rank {rank}: {nbytes_or_error}")
+        return max(by_rank)
 
     def note_collectives(self, graph: fx.Graph, context: GraphContext) -> None:
         """Those that ranks of tensor parallelism start in this order."""

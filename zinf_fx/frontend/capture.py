@@ -251,11 +251,11 @@ class Capture:
                 snapshot_written_inputs(graph, written_behind(graph))
                 plan = follow_training if given else plan_training
 
-                def kept() -> int:
-                    (_, planned) = plan_training(copied_module(module), joint_inputs, context, **arguments)[1]
-                    return planned.kept
+                def bytes_of_activations() -> int:
+                    _, (_, of_backward) = plan_training(copied_module(module), joint_inputs, context, **arguments)
+                    return of_backward.kept
 
-                context = context if given else self._together.with_room(context, kept)
+                context = context if given else self._together.with_room(context, bytes_of_activations)
                 planned = plan(module, joint_inputs, context, *following, **arguments)
         graphs = [(module.graph, context) for module, context in planned]
         for graph, context in graphs:

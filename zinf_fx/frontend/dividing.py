@@ -190,9 +190,7 @@ def decided_division(
     found = graph_inputs(module, list(inputs), list(inputs if seen is None else seen))
     parameters = [[one.name, *one.taken.shape] for one in found if one.is_stored]
     key = f"micro-batches {digest_of([encode(config), torch.is_grad_enabled(), parameters])}"
-    if key not in ranks.agreed:
-        ranks.agreed[key] = found_by_first(config, inputs, find, "the micro-batches")
-    decided = ranks.agreed[key]
+    decided = ranks.decided_once(key, lambda: found_by_first(config, inputs, find, "the micro-batches"))
     # This rank's batch may be of another size than that for which it was decided.
     count = math.gcd(decided["micro_batches"], batch_size(module, found, config) or 1)
     return _division(count, decided["micro_batch_group"] if count > 1 else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from zinf_fx.runtime.meeting import Meetings
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.watch import Queued, Watch
+
+T = TypeVar("T")
 
 # Both names since torch 2.13, where the first ones are deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,8 +79,6 @@ class Ranks:
         rank, size: this one's number, and how many there are, in all groups.
         shard, shards: the same in this rank's group, over which a model is divided.
         replicas: how many groups there are.
-        agreed: what they have decided together, by what that is for: to be decided once, as one rank may need it again
-            when the others don't.
         timeout: seconds after which a collective that does not end is an error.
         meetings: of the ranks that divide a model; None of one rank alone.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
@@ -106,7 +106,7 @@ class Ranks:
         _, self.replicas = _place_in(across)
         self.timeout = timeout
         self.sent_bytes = 0
-        self.agreed: dict[str, Any] = {}
+        self._decided: dict[str, Any] = {}
         self._watch = Watch(f"rank {self.rank} of {self.size}", timeout)
         self._all_meet = self.meetings = None
         self._meetings: dict[dist.ProcessGroup, Meetings] = {}  # by group, those of no others
@@ -243,6 +243,13 @@ class Ranks:
 
     def _exchanged(self, value: Any, what: str) -> list[Any]:
         return [value] if self._all_meet is None else self._all_meet.exchange(value, what, self.timeout)
+
+    def decided_once(self, key: str, decide: Callable[[], T]) -> T:
+        """What the ranks have decided together for `key`: `decide`, in which they communicate, does it the first time
+        alone, as one rank may need it again when the others don't."""
+        if key not in self._decided:
+            self._decided[key] = decide()
+        return self._decided[key]
 
     def agree(self, value: str, what: str) -> None:
         """Compare `value` over all ranks.
