@@ -88,8 +88,8 @@ def _compiled_graph(
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is a {type(options).__name__}: give a dict, such as {{'placement': 'nvme'}}")
     options = keep_absolute(_backend_that_compiles(), options or {}, working_directory())
-    plans = plans_given(options.pop("plan", None))
-    options = options_with(plans, options)
+    plans = plans_given(options.get("plan"))
+    options = options_with(plans, {name: value for name, value in options.items() if name != "plan"})
     requested = Config.of(None, options)
     drop_implied_guards(module, inputs)
     hold_shapes(module, inputs)
