@@ -47,7 +47,7 @@ def nested(levels: int) -> Any:
 
 
 def mutated(content: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The same with some changes that follow its structure."""
+    """Return the manifest with some changes that follow its structure."""
     chance, content = random.Random(seed), copy.deepcopy(content)
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         places = list(_places(content))

@@ -54,7 +54,7 @@ def hard_link(step: Path, thesis: Path) -> None:
 
 
 def hard_link_named_twice(step: Path, thesis: Path) -> None:
-    """As often as the file has names."""
+    """The file is counted as often as it has names."""
     hard_link(step, thesis)
     write(step, manifest(NAME, NAME, content=THESIS))
 
@@ -130,7 +130,7 @@ def files_beside_a_checkpoint(step: Path, thesis: Path) -> None:
 
 
 def scratch_directory(step: Path, thesis: Path) -> None:
-    """Of a job that is dead, as it seems."""
+    """The scratch directory seems to be that of a dead job."""
     for number, (name, mode) in enumerate((("data-0", 0o644), ("lock", 0o600), ("lock.new", 0o600), ("data-1", 0o600))):
         scratch = step.parent / f"zinf-scratch-1-0123456789abcde{number}"
         scratch.mkdir(mode=0o700)

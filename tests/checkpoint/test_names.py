@@ -94,7 +94,7 @@ def stored(tmp_path: Path) -> Callable[..., Net]:
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
-    """Of all parameters and buffers, in order."""
+    """Return the values of all parameters and buffers, in order."""
     tensors = (*model.parameters(), *model.buffers())
     return [one.full_tensor() if isinstance(one, zinf_fx.StoredTensor) else one for one in tensors]
 
@@ -134,7 +134,7 @@ def test_exports_have_plain_names_and_load_into_any(tmp_path: Path, stored: Call
 
 @pytest.mark.parametrize("how", WRAPPED)
 def test_files_with_names_of_wrappers_are_loaded(tmp_path: Path, stored: Callable, how: str):
-    """As `torch.save` and others write them, of this model, or of one that was compiled in other parts."""
+    """Files that `torch.save` and others write, of this model or of one compiled in other parts, are read."""
     state = {name: value.clone() for name, value in net(how, seed=1).state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     for other in (how, "nothing", "leaves") if how != "replicas" else (how,):

@@ -43,7 +43,7 @@ class CountsInGroup(Optimizer):
 
 
 class SumsInGroup(Optimizer):
-    """As schedulefree: counters that move after the update, a training mode, and a copy of the parameter as state."""
+    """It has schedulefree's form: counters that move after the update, a training mode, a copy of the parameter."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": False})
@@ -81,7 +81,7 @@ class SumsInGroup(Optimizer):
 
 
 class FlagsAndTables(Optimizer):
-    """As bitsandbytes: a flag that is set at the first step, a table that is changed in place, and states of 8 bits."""
+    """It has bitsandbytes' form: a flag set at the first step, a table changed in place, and states of 8 bits."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

@@ -179,7 +179,7 @@ def test_a_rank_that_skips_a_frozen_tower(placement: str):
 
 
 class Experts(torch.nn.Module):
-    """Of which a call trains those that get tokens."""
+    """A call trains the experts that get tokens."""
 
     def __init__(self) -> None:
         super().__init__()
