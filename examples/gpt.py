@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,8 +100,20 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, n: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """``prompt`` and ``n`` more bytes: the likeliest each time, or sampled where ``temperature`` is above 0."""
+    def generate(
+        self,
+        prompt: bytes,
+        n: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logits: Callable[[Tensor], Tensor] | None = None,
+    ) -> bytes:
+        """``prompt`` and ``n`` more bytes: the likeliest each time, or sampled where ``temperature`` is above 0.
+
+        ``logits`` computes the scores. By default it is the method; pass ``torch.compile(model.logits, ...)`` to run it
+        compiled.
+        """
+        logits = logits or self.logits
         if not prompt:
             raise ValueError("generate needs a prompt of at least one byte")
         device = self.tokens.weight.device
@@ -109,7 +121,7 @@ class GPT(nn.Module):
         text = list(prompt)
         for _ in range(n):
             window = torch.tensor([text[-self.config.context :]], device=device)
-            scores = self.logits(window)[0, -1].float().cpu()
+            scores = logits(window)[0, -1].float().cpu()
             if temperature > 0:
                 chances = torch.softmax(scores / temperature, dim=0)
                 text.append(int(torch.multinomial(chances, 1, generator=generator)))

@@ -52,6 +52,8 @@ class Job:
     """Bytes read from and written to the store so far; None where there is no store."""
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     """For the micro-batches whose gradients other ranks need not know of yet."""
+    logits: Callable[[Tensor], Tensor] | None = None
+    """What computes the scores when text is generated. Default: the model's method, as it is."""
 
 
 def plain_job(config: GPTConfig, dtype: torch.dtype, lr: float) -> Job:
@@ -75,7 +77,8 @@ def zinf_job(args: argparse.Namespace, config: GPTConfig, dtype: torch.dtype) ->
         stats = zinf_fx.stats(model)
         return stats.bytes_read, stats.bytes_written
 
-    return Job(model, torch.compile(model, backend="zinf"), optimizer, traffic, zinf_fx.no_sync)
+    logits = torch.compile(model.logits, backend="zinf", dynamic=True)
+    return Job(model, torch.compile(model, backend="zinf"), optimizer, traffic, zinf_fx.no_sync, logits)
 
 
 def warmup_then_cosine(warmup: int, steps: int) -> Callable[[int], float]:
@@ -308,7 +311,7 @@ def run(args: argparse.Namespace, options: argparse.ArgumentParser, ranks: Toget
     print(f"\n{report(job, progress, held_out, *baselines)}")
     if args.sample:
         prompt = bytes(corpus.held_out[:PROMPT_BYTES].tolist())
-        text = job.model.generate(prompt, args.sample, temperature=0.8, seed=args.seed)
+        text = job.model.generate(prompt, args.sample, temperature=0.8, seed=args.seed, logits=job.logits)
         print(f"\n--- {len(prompt)} bytes of the held-out text, continued\n{printable(text)}")
     return 0
 
