@@ -69,14 +69,14 @@ def trained(
 
 
 CASES = [
-    ("infinity-nvme", None, {}, 1, False),
     ("infinity-nvme", True, {}, 1, False),
-    ("zero-2", None, {}, 2, True),
     ("zero-3", None, {"tile": "8KiB", "activations": "recompute"}, 2, True),
     ("infinity-nvme", None, {"device_memory": "160KiB"}, 1, False),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("infinity-nvme", None, {}, 1, False),
+            ("zero-2", None, {}, 2, True),
             ("zero-1", False, {}, 1, False),
             ("zero-3", False, {}, 1, True),
             ("zero-2", True, {}, 2, True),
