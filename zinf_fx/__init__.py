@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from zinf_fx import errors
@@ -93,14 +91,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """This package: `explain` and `stats` are its functions, not the modules of these names that have them."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in ("explain", "stats") and isinstance(value, ModuleType)):  # as the import of one would set it
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
