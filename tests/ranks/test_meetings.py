@@ -194,4 +194,5 @@ def test_one_rank_alone_is_told_what_the_others_do():
     assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in one for one in warnings)
     for text, seconds, _ in (first["a step"], second["a step"]):
         assert text.startswith("RanksError: ranks wait for each other: rank 0 of 2") and seconds < SOON, text
-        assert "the gather of parameter 'tokens.weight'" in text and "rank 1 for all-gather of tokens.weight" in text
+        assert "the gather of parameter 'tokens.weight'" in text, text
+        assert "rank 1 for comparison of the collectives of the forward graph with tokens.weight" in text, text
