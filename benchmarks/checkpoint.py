@@ -40,8 +40,7 @@ from tqdm import tqdm
 from train_step import machine
 from turns import in_turns
 
-from zinf_fx.checkpoint.files import FILES
-from zinf_fx.checkpoint.training.open_files import opened
+from zinf_fx.checkpoint.files import FILES, opened
 from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, File, FileTicket
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.sizes import in_words

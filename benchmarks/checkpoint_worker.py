@@ -24,10 +24,9 @@ from resident import peak_resident_bytes
 from train_step_variant import OPTIONS
 
 import zinf_fx
-from zinf_fx.checkpoint.freeing import wait_for_room
-from zinf_fx.checkpoint.training.catalog import STEP, name_of
-from zinf_fx.checkpoint.training.files import MANIFEST
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.catalog import STEP, name_of
+from zinf_fx.checkpoint.files import wait_for_room
+from zinf_fx.checkpoint.manifest import MANIFEST, manifest_of
 
 IDLE = "idle\n"
 

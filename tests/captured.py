@@ -10,7 +10,7 @@ import torch
 import tqdm
 from ranks import training
 
-import zinf_fx.checkpoint.training.manager
+import zinf_fx.checkpoint.manager
 import zinf_fx.observe.recording  # noqa: F401
 from zinf_fx.frontend.explain import plan_model
 

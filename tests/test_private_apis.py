@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.utils._pytree.tree_iter": (("tree",), "runtime/tensor/writes.py"),
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
         ("global_shape", "mesh", "placements"),
-        "checkpoint/training/holdings.py",
+        "checkpoint/copying.py",
     ),
 }
 
@@ -98,7 +98,7 @@ NAMES: dict[str, str] = {
     "torch.distributed.c10d_logger._exception_logger": "runtime/onlooker.py leaves out the frames of this module",
     "torch.distributed.fsdp._common_utils.FSDP_FLATTENED": "runtime/tensor/stored_tensor.py has an attribute of it",
     "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "runtime/tensor/"
-    "distributed_checkpoint.py and checkpoint/training/distributed.py have this protocol's methods",
+    "distributed_checkpoint.py and checkpoint/convert.py have this protocol's methods",
     "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "likewise",
     "torch.distributed._checkpointable._Checkpointable.__get_tensor_shard__": "likewise",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "runtime/tensor/tensor_parallel.py: what it is part of",

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import zinf_fx
 from zinf_fx import StoredTensor
-from zinf_fx.checkpoint.training import dequantising
-from zinf_fx.checkpoint.training.loading import manifest_of
-from zinf_fx.checkpoint.training.manifest import to_text
+from zinf_fx.checkpoint import convert
+from zinf_fx.checkpoint.manifest import manifest_of, to_text
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError, StoreError
 from zinf_fx.quantisation import quantised_shape
@@ -213,11 +212,11 @@ def test_a_checkpoint_of_published_weights_is_a_base(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("piece", [dequantising.PIECE, 10_000])
+@pytest.mark.parametrize("piece", [convert.PIECE, 10_000])
 def test_a_checkpoint_is_converted_to_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int):
     values = written(tmp_path)
     zinf_fx.save_checkpoint(tmp_path / "saved", loaded(tmp_path))
-    monkeypatch.setattr(dequantising, "PIECE", piece)
+    monkeypatch.setattr(convert, "PIECE", piece)
     assert main(["checkpoint", "convert", str(tmp_path / "saved"), "-o", str(tmp_path / "weights")]) == 0
     read = load_file(tmp_path / "weights" / "model.safetensors")
     to_dcp = ["-o", str(tmp_path / "dcp"), "--format", "dcp"]

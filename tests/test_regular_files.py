@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zinf_fx
-from zinf_fx.checkpoint.safetensors_file import places_in
+from zinf_fx.checkpoint.safetensors_format import places_in
 from zinf_fx.errors import ZinfError
 from zinf_fx.plan import hardware
 from zinf_fx.regular_files import NotRegularError, open_regular, read_at_once, read_regular

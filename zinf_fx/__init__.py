@@ -10,11 +10,11 @@ from zinf_fx.config import Config, Placement
 
 if TYPE_CHECKING:
     from zinf_fx import integrations, optim
-    from zinf_fx.checkpoint.exporting import export_safetensors
-    from zinf_fx.checkpoint.importing import load_safetensors
-    from zinf_fx.checkpoint.training.loading import load_checkpoint
-    from zinf_fx.checkpoint.training.manager import CheckpointManager
-    from zinf_fx.checkpoint.training.saving import save_checkpoint
+    from zinf_fx.checkpoint.export import export_safetensors
+    from zinf_fx.checkpoint.load import load_checkpoint
+    from zinf_fx.checkpoint.manager import CheckpointManager
+    from zinf_fx.checkpoint.save import save_checkpoint
+    from zinf_fx.checkpoint.weights import load_safetensors
     from zinf_fx.frontend.base import attach_base
     from zinf_fx.frontend.explain import explain
     from zinf_fx.frontend.export import export_plan
@@ -59,8 +59,8 @@ _LATER = {
     "attach_base": "zinf_fx.frontend.base",
     "explain": "zinf_fx.frontend.explain",
     "export_plan": "zinf_fx.frontend.export",
-    "export_safetensors": "zinf_fx.checkpoint.exporting",
-    "load_safetensors": "zinf_fx.checkpoint.importing",
+    "export_safetensors": "zinf_fx.checkpoint.export",
+    "load_safetensors": "zinf_fx.checkpoint.weights",
     "load_plan": "zinf_fx.plan.files.file",
     "Plan": "zinf_fx.plan.plan",
     "record": "zinf_fx.observe.recording",
@@ -70,9 +70,9 @@ _LATER = {
     "no_sync": "zinf_fx.runtime.gradients.reduction",
     "StoredTensor": "zinf_fx.runtime.tensor.stored_tensor",
     "stats": "zinf_fx.observe.stats",
-    "CheckpointManager": "zinf_fx.checkpoint.training.manager",
-    "load_checkpoint": "zinf_fx.checkpoint.training.loading",
-    "save_checkpoint": "zinf_fx.checkpoint.training.saving",
+    "CheckpointManager": "zinf_fx.checkpoint.manager",
+    "load_checkpoint": "zinf_fx.checkpoint.load",
+    "save_checkpoint": "zinf_fx.checkpoint.save",
 }
 
 

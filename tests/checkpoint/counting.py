@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.entries import parts_of
 from zinf_fx.checkpoint.files import FILES, Files
-from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.save import save
 
 
 class Counting:

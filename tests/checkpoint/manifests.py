@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zinf_fx.checkpoint.training.files import MANIFEST
+from zinf_fx.checkpoint.manifest import MANIFEST
 from zinf_fx.native.engine import crc32c
 
 _SUM = ',"crc32c":"%08x"}\n'

@@ -15,9 +15,9 @@ import torch
 from counting import Counting
 
 import zinf_fx
-from zinf_fx.checkpoint.training.adopting import Adoption
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedBox, SavedFile, SavedPiece, SavedTensor
-from zinf_fx.checkpoint.training.parts.part import Matching
+from zinf_fx.checkpoint.entries import Matching
+from zinf_fx.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedPiece, SavedTensor
+from zinf_fx.checkpoint.sharing import Adoption
 from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite

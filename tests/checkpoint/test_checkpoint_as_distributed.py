@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zinf_fx
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.manifest import manifest_of
 from zinf_fx.cli import main
 from zinf_fx.optim import reserve_states
 

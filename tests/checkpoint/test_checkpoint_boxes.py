@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_fx.checkpoint.training.manifest import SavedBox, SavedPiece, SavedTensor
-from zinf_fx.checkpoint.training.reading import needed_for
+from zinf_fx.checkpoint.copying import needed_for
+from zinf_fx.checkpoint.manifest import SavedBox, SavedPiece, SavedTensor
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 
 

@@ -14,9 +14,9 @@ from breaking_files import Failing, Killed, LosingPower, put
 from torch import nn
 
 import zinf_fx
+from zinf_fx.checkpoint.entries import parts_of
 from zinf_fx.checkpoint.files import FILES, Files
-from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.save import save
 from zinf_fx.errors import CheckpointError, StoreError
 
 

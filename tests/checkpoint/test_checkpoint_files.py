@@ -12,15 +12,14 @@ import torch
 from breaking_files import LosingPower, put
 from torch import nn
 
+from zinf_fx.checkpoint import files
+from zinf_fx.checkpoint import save as save_module
+from zinf_fx.checkpoint.catalog import look_at
+from zinf_fx.checkpoint.copying import IN_FLIGHT, PieceMemory
+from zinf_fx.checkpoint.entries import parts_of
 from zinf_fx.checkpoint.files import Files
-from zinf_fx.checkpoint.training import open_files, saving
-from zinf_fx.checkpoint.training.catalog import look_at
-from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.layout import laid_out
-from zinf_fx.checkpoint.training.loading import load
-from zinf_fx.checkpoint.training.reading import PieceMemory
-from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
-from zinf_fx.checkpoint.training.verifying import damages_of
+from zinf_fx.checkpoint.load import damages_of, load
+from zinf_fx.checkpoint.save import laid_out
 
 
 def data_files_open() -> int:
@@ -35,8 +34,8 @@ def net(seed: int) -> nn.Module:
 
 def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tensors that lie side by side are in files of their own; a file that was closed is on the device."""
-    monkeypatch.setattr(open_files, "AT_ONCE", 3)
-    monkeypatch.setattr(saving, "laid_out", partial(laid_out, largest=1))
+    monkeypatch.setattr(files, "AT_ONCE", 3)
+    monkeypatch.setattr(save_module, "laid_out", partial(laid_out, largest=1))
     seen: list[int] = []
 
     class Counted(LosingPower):
@@ -46,7 +45,7 @@ def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
 
     (root := tmp_path / "disk").mkdir()
     first, disk = net(1), Counted(root)
-    saving.save(root / "saved", parts_of(first, None, {}), disk)
+    save_module.save(root / "saved", parts_of(first, None, {}), disk)
     assert len(list((root / "saved").glob("data-*"))) == 12 and max(seen) == 3
     for image in disk.after():
         second = net(2)

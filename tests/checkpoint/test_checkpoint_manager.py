@@ -16,8 +16,9 @@ from forked import Running
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training import catalog, manager, saving
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint import manager, manifest
+from zinf_fx.checkpoint import save as save_module
+from zinf_fx.checkpoint.manifest import manifest_of
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, ConfigError
 
@@ -157,7 +158,7 @@ def test_a_clock_that_was_set_back_changes_no_order(tmp_path: Path, monkeypatch:
     run = Run(tmp_path, every_steps=1, keep=1)
     run.train(1)
     run.checkpoints.save(1, name="best")
-    monkeypatch.setattr(saving, "datetime", Before)
+    monkeypatch.setattr(save_module, "datetime", Before)
     run.train(3)
     assert names(tmp_path) == ["best", "step-00000003"]
     assert Run(tmp_path).checkpoints.resume() == 3
@@ -277,11 +278,11 @@ def test_saves_read_no_manifest_that_this_run_wrote_and_notice_one_that_is_damag
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run, read = Run(tmp_path, every_steps=1, keep=2), []
-    monkeypatch.setattr(catalog, "manifest_of", lambda path: (read.append(path.name), manifest_of(path))[1])
+    monkeypatch.setattr(manifest, "manifest_of", lambda path: (read.append(path.name), manifest_of(path))[1])
     run.train(3)
     assert read == []
-    manifest = tmp_path / "step-00000003" / "manifest.json"
-    manifest.write_bytes(b"{" + manifest.read_bytes())
+    damaged = tmp_path / "step-00000003" / "manifest.json"
+    damaged.write_bytes(b"{" + damaged.read_bytes())
     run.train(5)
     assert read and set(read) == {"step-00000003"}
     assert names(tmp_path) == [

@@ -53,7 +53,7 @@ def foreign(directory: Path) -> None:
 
 
 def newer(directory: Path) -> None:
-    from zinf_fx.checkpoint.training.manifest import _SUM
+    from zinf_fx.checkpoint.manifest import _SUM
     from zinf_fx.native.engine import crc32c
 
     path = directory / "manifest.json"
@@ -65,7 +65,7 @@ def naming(path: str) -> Callable[[Path], None]:
     """A manifest whose data file has another path."""
 
     def change(directory: Path) -> None:
-        from zinf_fx.checkpoint.training.manifest import _SUM
+        from zinf_fx.checkpoint.manifest import _SUM
         from zinf_fx.native.engine import crc32c
 
         manifest = directory / "manifest.json"

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_fx.checkpoint.training.values import INLINE, decode, encode
+from zinf_fx.checkpoint.values import INLINE, decode, encode
 from zinf_fx.errors import CheckpointError
 
 

@@ -16,9 +16,9 @@ from gate import slow
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint import exporting
-from zinf_fx.checkpoint.elements import values_of
-from zinf_fx.checkpoint.exporting import export
+from zinf_fx.checkpoint import export as export_module
+from zinf_fx.checkpoint.copying import values_of
+from zinf_fx.checkpoint.export import export
 from zinf_fx.checkpoint.files import Files, locked
 from zinf_fx.errors import CheckpointError
 
@@ -190,7 +190,7 @@ def test_a_file_that_can_not_be_opened_is_told_when_all_is_gathered(tmp_path: Pa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
-        patch.setattr(exporting, "values_of", lambda tensor: (gathered.append(tensor), values_of(tensor))[1])
+        patch.setattr(export_module, "values_of", lambda tensor: (gathered.append(tensor), values_of(tensor))[1])
         with pytest.raises(CheckpointError, match=r"writing weights failed at .*-00001-of-.*: Too many open files"):
             zinf_fx.export_safetensors(net(2.0), tmp_path, SEVERAL)
     assert len(gathered) == len(list(net(2.0).parameters())) and value_in(tmp_path) == 1.0
@@ -217,7 +217,7 @@ def test_a_configuration_appears_behind_the_weights(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        exporting, "_write_configuration", lambda model, folder: (folder / "config.json").write_text("")
+        export_module, "_write_configuration", lambda model, folder: (folder / "config.json").write_text("")
     )
     export(net(1.0), tmp_path, before)
     files = Recorded()

@@ -21,9 +21,9 @@ from gate import named, slow
 from jobs import Job, assert_equal
 
 import zinf_fx
-from zinf_fx.checkpoint.training import behind
-from zinf_fx.checkpoint.training.catalog import checkpoints_in
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint import background
+from zinf_fx.checkpoint.catalog import checkpoints_in
+from zinf_fx.checkpoint.manifest import manifest_of
 from zinf_fx.errors import CheckpointError, ConfigError, StoreError
 
 CASES: dict[str, dict[str, Any]] = {
@@ -333,21 +333,21 @@ def test_what_cannot_be_kept_is_copied_at_once(
 def test_paces(monkeypatch: pytest.MonkeyPatch):
     """All the time while nobody else moves bytes, a share of it while somebody does, and no more than a bandwidth."""
     now, moved, waited = [100.0], [0], []
-    monkeypatch.setattr(behind.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(background.time, "monotonic", lambda: now[0])
 
-    def kept(pace: behind.Pace, seconds: float, others: int) -> float:
+    def kept(pace: background.Pace, seconds: float, others: int) -> float:
         monkeypatch.setattr(pace._hurries, "wait", waited.append)
         now[0] += seconds
         moved[0] += others
         pace.keep(16 << 20)
         return waited[-1]
 
-    pace = behind.Pace(lambda: moved[0])
+    pace = background.Pace(lambda: moved[0])
     assert kept(pace, 0.1, 0) == 0 and kept(pace, 0.1, 1 << 20) == 0
-    assert kept(pace, 0.1, 64 << 20) == pytest.approx(0.1 * (1 / behind.SHARE - 1))
-    assert kept(pace, 0.1, 0) == pytest.approx(0.1 * (1 / behind.SHARE - 1))
+    assert kept(pace, 0.1, 64 << 20) == pytest.approx(0.1 * (1 / background.SHARE - 1))
+    assert kept(pace, 0.1, 0) == pytest.approx(0.1 * (1 / background.SHARE - 1))
     assert kept(pace, 2.0, 0) == 0
-    limited = behind.Pace(lambda: moved[0], 32 << 20)
+    limited = background.Pace(lambda: moved[0], 32 << 20)
     assert kept(limited, 0.1, 0) == pytest.approx(0.4)
     assert kept(limited, 2.0, 64 << 20) == 0
 

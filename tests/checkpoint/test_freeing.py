@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zinf_fx.checkpoint import freeing
+from zinf_fx.checkpoint import files
 from zinf_fx.checkpoint.files import Files
 
 
@@ -25,7 +25,7 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(os, "close", slowly)
     yield allowed
     allowed.set()
-    freeing.wait_for_room()
+    files.wait_for_room()
 
 
 def is_under_way() -> bool:
@@ -36,7 +36,7 @@ def is_under_way() -> bool:
 def large(path: Path) -> Path:
     """A file that takes as much of the disk as one that is given back by a thread."""
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, freeing.LARGE)
+        os.posix_fallocate(file.fileno(), 0, files.LARGE)
     return path
 
 
@@ -45,7 +45,7 @@ def test_the_name_of_a_large_file_is_gone_at_once(tmp_path: Path, closing: threa
     Files().remove(path)
     assert not path.exists() and is_under_way()
     closing.set()
-    freeing.wait_for_room()
+    files.wait_for_room()
     assert not is_under_way()
 
 

@@ -16,7 +16,7 @@ from jobs import Job, assert_equal
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.manifest import manifest_of
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 CASES = {

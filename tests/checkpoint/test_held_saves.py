@@ -13,8 +13,7 @@ from jobs import Job, assert_equal
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training import held
-from zinf_fx.checkpoint.training.parts import held as parts_held
+from zinf_fx.checkpoint import background, entries
 from zinf_fx.errors import CheckpointError
 
 HOW: dict[str, Any] = {"compiled": True, "scales": False}
@@ -24,7 +23,7 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each step went on in the background for long; of small models, some are over at once."""
-    monkeypatch.setattr(held, "_goes_on", lambda optimizer: True)
+    monkeypatch.setattr(background, "_goes_on", lambda optimizer: True)
 
 
 def managed(job: Job, directory: Path) -> zinf_fx.CheckpointManager:
@@ -110,7 +109,7 @@ def test_gradients_and_large_tensors_in_memory_are_saved_at_once(tmp_path: Path,
         job.train(3)
         assert checkpoints.after_step(1).exists()
         job.train(4)
-        monkeypatch.setattr(parts_held, "LARGEST", 64)
+        monkeypatch.setattr(entries, "LARGEST", 64)
         assert checkpoints.after_step(2).exists()
 
 

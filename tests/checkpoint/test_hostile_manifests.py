@@ -18,9 +18,9 @@ from jobs import Job, assert_equal
 from manifests import mutated, nested, read, write
 
 import zinf_fx
-from zinf_fx.checkpoint.training.catalog import checkpoints_in, look_at
-from zinf_fx.checkpoint.training.manifest import from_text
-from zinf_fx.checkpoint.training.verifying import damages_of
+from zinf_fx.checkpoint.catalog import checkpoints_in, look_at
+from zinf_fx.checkpoint.load import damages_of
+from zinf_fx.checkpoint.manifest import from_text
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError
 

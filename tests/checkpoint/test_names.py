@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zinf_fx
-from zinf_fx.checkpoint.naming import plain_names
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.manifest import manifest_of
+from zinf_fx.checkpoint.models import plain_names
 from zinf_fx.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

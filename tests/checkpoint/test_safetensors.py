@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint import elements
+from zinf_fx.checkpoint import weights
 from zinf_fx.errors import CheckpointError
 from zinf_fx.sizes import PIECE, pieces_of
 
@@ -104,7 +104,7 @@ def test_models_are_loaded_from_what_the_library_writes(
     placement: str, piece: int, default: str, tmp_path: Path, stored: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     """Also where torch makes tensors on another device when nothing else is said."""
-    monkeypatch.setattr(elements, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, piece))
+    monkeypatch.setattr(weights, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, piece))
     plain, model = net(1), stored(0, placement)
     parameters = list(model.parameters())
     safetensors.torch.save_model(plain, tmp_path / "plain.safetensors")

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training.loading import manifest_of
-from zinf_fx.checkpoint.training.manifest import Manifest
+from zinf_fx.checkpoint.manifest import Manifest, manifest_of
 from zinf_fx.cli import main
 
 

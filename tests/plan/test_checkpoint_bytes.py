@@ -12,7 +12,7 @@ from gate import slow
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.training.loading import manifest_of
+from zinf_fx.checkpoint.manifest import manifest_of
 from zinf_fx.plan.saving import checkpoint_sizes
 
 

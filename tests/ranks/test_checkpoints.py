@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zinf_fx
+from zinf_fx.checkpoint.entries import parts_of
 from zinf_fx.checkpoint.files import FILES
-from zinf_fx.checkpoint.training.contents import parts_of
-from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.save import save
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
 from zinf_fx.optim.split import join

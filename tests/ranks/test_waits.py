@@ -49,7 +49,7 @@ KINDS = TOGETHER | OVER_REPLICAS
 
 
 def in_a_block(ranks: Ranks) -> None:
-    from zinf_fx.checkpoint.agreement import together
+    from zinf_fx.checkpoint.models import together
 
     with together("x", ranks):
         pass

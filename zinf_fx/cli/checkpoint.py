@@ -12,12 +12,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zinf_fx.checkpoint.training.catalog import Found, checkpoints_in
-from zinf_fx.checkpoint.training.converting import to_safetensors
-from zinf_fx.checkpoint.training.distributed import convertible, to_distributed
-from zinf_fx.checkpoint.training.loading import manifest_of
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedTensor
-from zinf_fx.checkpoint.training.verifying import damages_of
+from zinf_fx.checkpoint.catalog import Found, checkpoints_in
+from zinf_fx.checkpoint.convert import convertible, to_distributed, to_safetensors
+from zinf_fx.checkpoint.load import damages_of
+from zinf_fx.checkpoint.manifest import Manifest, SavedTensor, manifest_of
 from zinf_fx.config import parse_bytes
 from zinf_fx.errors import CheckpointError
 from zinf_fx.sizes import in_words

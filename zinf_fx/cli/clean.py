@@ -44,8 +44,8 @@ def _clean(directory: Path) -> bool:
 
 def _give_back(directory: Path) -> bool:
     """The same, of the checkpoints in a directory, if there are any."""
-    from zinf_fx.checkpoint.training.catalog import checkpoints_in  # it takes a second to import PyTorch
-    from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
+    from zinf_fx.checkpoint.catalog import checkpoints_in  # it takes a second to import PyTorch
+    from zinf_fx.checkpoint.garbage_collection import give_back_unnamed
 
     given = give_back_unnamed(checkpoints_in(directory))
     for path, nbytes in given.items():

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 import zinf_fx.frontend.replacement  # registers what takes the place of stored parameters
 import zinf_fx.frontend.wrapping  # warns of DistributedDataParallel around them
 import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any optimizer)
-from zinf_fx.checkpoint.naming import by_plain_name
+from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import PRESETS, Config
 from zinf_fx.errors import ConfigError
 from zinf_fx.frontend.abstract import abstract_inputs

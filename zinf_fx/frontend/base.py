@@ -10,14 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.arguments import check_model, check_path
-from zinf_fx.checkpoint.agreement import together
-from zinf_fx.checkpoint.elements import fill, quantised_as
-from zinf_fx.checkpoint.importing import check_format
-from zinf_fx.checkpoint.in_place import located
-from zinf_fx.checkpoint.naming import by_plain_name, unwrapped
-from zinf_fx.checkpoint.published import Published
-from zinf_fx.checkpoint.safetensors_file import Kind, TensorInFile, WeightFiles
-from zinf_fx.checkpoint.training.parts.part import listed
+from zinf_fx.checkpoint.entries import listed
+from zinf_fx.checkpoint.models import by_plain_name, together, unwrapped
+from zinf_fx.checkpoint.quantised_weights import Published
+from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFiles
+from zinf_fx.checkpoint.weights import check_format, fill, located, quantised_as
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
 from zinf_fx.frontend.each_placement import configs_of

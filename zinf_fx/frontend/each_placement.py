@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from zinf_fx.checkpoint.naming import by_plain_name
+from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import Config, FrozenDtype, RankOptions
 from zinf_fx.errors import ConfigError
 from zinf_fx.placement import Placement, PlacementRules, in_common

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.arguments import check_model, did_you_mean
-from zinf_fx.checkpoint.naming import by_plain_name
+from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError

@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._guards import GuardSource
 
-from zinf_fx.checkpoint.naming import WRAPPED
+from zinf_fx.checkpoint.models import WRAPPED
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zinf_fx.arguments import check_model
-from zinf_fx.checkpoint.elements import replace
-from zinf_fx.checkpoint.naming import by_plain_name
+from zinf_fx.checkpoint.copying import replace
+from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import placed_by_rule

@@ -16,10 +16,9 @@ import torch
 from accelerate.utils.dataclasses import DynamoBackend
 from torch.utils.hooks import RemovableHandle
 
-from zinf_fx.checkpoint.exporting import export_safetensors
-from zinf_fx.checkpoint.importing import load_safetensors
-from zinf_fx.checkpoint.training.beside_weights import load_beside_weights, save_beside_weights
-from zinf_fx.integrations.saving import STATES, is_stored
+from zinf_fx.checkpoint.export import export_safetensors
+from zinf_fx.checkpoint.weights import load_safetensors
+from zinf_fx.integrations.checkpoints import STATES, is_stored, load_beside_weights, save_beside_weights
 
 NAME = "ZINF"
 

@@ -14,11 +14,10 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
 
-from zinf_fx.checkpoint.exporting import export_safetensors
-from zinf_fx.checkpoint.importing import load_safetensors
-from zinf_fx.checkpoint.training.beside_weights import load_beside_weights, save_beside_weights
+from zinf_fx.checkpoint.export import export_safetensors
+from zinf_fx.checkpoint.weights import load_safetensors
 from zinf_fx.errors import CheckpointError
-from zinf_fx.integrations.saving import STATES, is_stored
+from zinf_fx.integrations.checkpoints import STATES, is_stored, load_beside_weights, save_beside_weights
 from zinf_fx.runtime.gradients.reduction import no_sync
 
 _REST, _FOLDER = "lightning.ckpt", "zinf_fx.folder"

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles
+from zinf_fx.checkpoint.safetensors_format import TensorInFile, WeightFiles
 from zinf_fx.quantisation import FORMATS, dequantised
 
 # In the order in which they are looked for, behind the name of the codes.

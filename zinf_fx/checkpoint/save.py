@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -19,19 +19,15 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
-from zinf_fx.checkpoint.agreement import all_ranks, together
-from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, refusals, sync
-from zinf_fx.checkpoint.training import files as names
-from zinf_fx.checkpoint.training.behind import CopyBehind, Pace
-from zinf_fx.checkpoint.training.catalog import Manifests, discard_all, proven_in
-from zinf_fx.checkpoint.training.contents import Parts, between_steps, modules_in, parts_of, unwritten_in
-from zinf_fx.checkpoint.training.dividing import divided, equal_or_by_rank, merged
-from zinf_fx.checkpoint.training.frozen import Frozen, NotFrozenError
-from zinf_fx.checkpoint.training.generations import KeptInStore
-from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.layout import Layout, laid_out
-from zinf_fx.checkpoint.training.manifest import (
+from zinf_fx.checkpoint import manifest as names
+from zinf_fx.checkpoint.background import CopyBehind, Pace
+from zinf_fx.checkpoint.copying import IN_FLIGHT, Holding, PlaceInFile, SavedRun, Writer
+from zinf_fx.checkpoint.entries import LARGEST, Collected, Parts, between_steps, modules_in, parts_of, unwritten_in
+from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, opened, refusals, sync
+from zinf_fx.checkpoint.garbage_collection import discard_all, proven_in
+from zinf_fx.checkpoint.manifest import (
     Manifest,
+    Manifests,
     SavedBox,
     SavedFile,
     SavedPiece,
@@ -40,17 +36,16 @@ from zinf_fx.checkpoint.training.manifest import (
     check_sound,
     to_text,
 )
-from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.parts.held import LARGEST
-from zinf_fx.checkpoint.training.parts.part import Collected
-from zinf_fx.checkpoint.training.under_way import IN_FLIGHT
-from zinf_fx.checkpoint.training.writing import Writer
+from zinf_fx.checkpoint.models import all_ranks, together
+from zinf_fx.checkpoint.safetensors_format import beginning, name_of
+from zinf_fx.checkpoint.sharing import Frozen, KeptInStore, NotFrozenError
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.sizes import in_words
+from zinf_fx.runtime.tensor.boxes import Box
+from zinf_fx.sizes import PAGE, blocks, in_words
 
 log = logging.getLogger("zinf_fx")
 
@@ -341,3 +336,148 @@ def _remove(files: Files, paths: Sequence[Path]) -> None:
             files.remove(path)
         except OSError as error:
             log.warning("%s can't be removed (%s), and is removed by the next save", path, error)
+
+
+LARGEST_FILE = 4 << 30
+"""Bytes of a data file, about: what is behind that goes to another one."""
+
+
+LARGEST_PIECE = 8 << 20
+"""Bytes of a piece that is copied, at most: several are under way at a time."""
+
+
+_Piece = tuple[SavedRun, range, int]
+"""Some elements of a run, and the bytes before them in their file, but for its header."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which elements are where in which file, and how the files begin and how long they are."""
+
+    places: tuple[PlaceInFile, ...]
+    headers: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+
+
+def laid_out(runs: Iterable[SavedRun], largest: int = LARGEST_FILE) -> Layout:
+    """A layout of runs, in their order, in files of about `largest` bytes at most."""
+    files: list[list[list[_Piece]]] = []  # of each, pieces in a row of the same run
+    filled = largest
+    for run in runs:
+        row, itemsize = None, run.holding.dtype.itemsize
+        for elements in run.holding.chunks(run.elements, LARGEST_PIECE):
+            nbytes = blocks(len(elements) * itemsize)
+            if filled + nbytes > largest:
+                files.append([])
+                filled, row = 0, None
+            if row is None:
+                row = []
+                files[-1].append(row)
+            row.append((run, elements, filled))
+            filled += nbytes
+    headers = [_header(entries) for entries in files]
+    places = [
+        PlaceInFile(run, elements, number, len(headers[number]) + offset)
+        for number, rows in enumerate(files)
+        for row in rows
+        for run, elements, offset in row
+    ]
+    ends = {one.file: blocks(one.offset + one.nbytes) for one in places}
+    return Layout(tuple(places), tuple(headers), tuple(ends[number] for number in range(len(files))))
+
+
+def _header(entries: Sequence[Sequence[_Piece]]) -> bytes:
+    """How a safetensors file begins, in whole pages. `entries`: its tensors, each as pieces in a row."""
+    described: dict[str, dict] = {}
+    for row in entries:
+        (run, first, begin), (_, last, offset) = row[0], row[-1]
+        holding, elements = run.holding, range(first.start, last.stop)
+        end = offset + len(last) * holding.dtype.itemsize
+        shape = list(holding.box.shape) if len(elements) == holding.box.numel else [len(elements)]
+        dtype = name_of(holding.dtype)
+        if dtype is None:
+            dtype, shape = "U8", [end - begin]
+        name = run.name + _suffix(holding, elements)
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        if (padded := blocks(end)) > end:
+            described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}
+    return beginning(described, PAGE)
+
+
+def _suffix(holding: Holding, elements: range) -> str:
+    """What tells a part of a tensor from others."""
+    corner = "" if holding.box == Box.whole(holding.shape) else f" from {list(holding.box.offsets)}"
+    part = "" if len(elements) == holding.box.numel else f", elements {elements.start} to {elements.stop}"
+    return corner + part
+
+
+_WHAT = "what each rank has to save"
+
+Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+"""A tensor's name, its box's offsets and shape, and the first element and the one behind the last."""
+
+
+def divided(ranks: Ranks, tensors: Mapping[str, Holding]) -> list[SavedRun]:
+    """The elements that this rank is to save, of those that it has.
+
+    Of what several ranks have, stored tensors go to the one that has least to save so far, and ordinary ones, which may
+    differ, to the first.
+    """
+    runs = [SavedRun(name, holding, elements) for name, holding in tensors.items() for elements in holding.own]
+    if ranks.size == 1:
+        return runs
+    mine = {_key(run): run for run in runs}
+    offers = ranks.of_all([(key, run.nbytes, run.holding.is_ordinary) for key, run in mine.items()], _WHAT)
+    having: dict[Key, list[int]] = {}
+    described: dict[Key, tuple[int, bool]] = {}
+    for rank, found in enumerate(offers):
+        for key, nbytes, is_ordinary in found:
+            having.setdefault(key, []).append(rank)
+            described[key] = nbytes, is_ordinary
+    loads = [0] * ranks.size
+    taken: list[Key] = []
+    for key, several in having.items():
+        nbytes, is_ordinary = described[key]
+        saver = several[0] if is_ordinary else min(several, key=loads.__getitem__)
+        loads[saver] += nbytes
+        if saver == ranks.rank:
+            taken.append(key)
+    return [mine[key] for key in taken]
+
+
+def merged(parts: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+    """The tensors of which ranks saved these parts."""
+    boxes: dict[str, dict[tuple, list]] = {}
+    described: dict[str, SavedTensor] = {}
+    for part in parts:
+        described.setdefault(part.name, part)
+        for box in part.boxes:
+            boxes.setdefault(part.name, {}).setdefault(box.box, []).extend(box.pieces)
+    return tuple(
+        SavedTensor(name, one.dtype, one.shape, tuple(_in_order(box, found) for box, found in boxes[name].items()))
+        for name, one in described.items()
+    )
+
+
+def equal_or_by_rank(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
+    """The plain values of each part: once, if all ranks have the same; else those of each."""
+    found = ranks.of_all(values, "plain values to save")
+    together: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in found for name in each):
+        several = [each.get(name) for each in found]
+        same = all(one == several[0] for one in several)
+        together[name] = several[0] if same else {"kind": _kind(several), "ranks": several}
+    return together
+
+
+def _kind(several: list[Any]) -> str:
+    return next(one["kind"] for one in several if one is not None)
+
+
+def _key(run: SavedRun) -> Key:
+    box = run.holding.box
+    return run.name, box.offsets, box.shape, run.elements.start, run.elements.stop
+
+
+def _in_order(box: Any, pieces: list) -> SavedBox:
+    return SavedBox(box.offsets, box.shape, tuple(sorted(pieces, key=lambda piece: piece.start)))

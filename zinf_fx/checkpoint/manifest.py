@@ -3,16 +3,25 @@
 A tensor is divided into boxes, and the elements of a box, in row-major order, into pieces, each of consecutive bytes in
 one file, with the crc32c of these bytes. Files are named relative to the manifest, and lie in its directory; what else
 is in them doesn't matter. The manifest ends with the crc32c of its own text before that.
+
+[Note: commits]
+Data files have names that no save used before. When their bytes are on the device, and their names too, the manifest
+is written under a name of its own, synced, and renamed to `manifest.json`; then the directory is synced. So the name
+`manifest.json` stands for the old checkpoint or for the new one, whatever of the last operations a crash undoes, and in
+whatever order they reach the device. What the manifest doesn't name is removed behind that, or by the next save.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import re
+import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import MAXYEAR, datetime, timedelta
 from functools import cached_property
@@ -22,16 +31,16 @@ from typing import Annotated, Any
 
 import torch
 
-from zinf_fx.checkpoint.files import lies_within
-from zinf_fx.checkpoint.training.files import FIRST_BYTES, FORMAT, is_data, is_link
-from zinf_fx.checkpoint.training.plain_values import fault_in
+from zinf_fx.checkpoint.files import Files, appear, lies_within, refusals
+from zinf_fx.checkpoint.values import fault_in
 from zinf_fx.config import LARGEST, shortened
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.plan.codec import decode, defaults, encode
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.plan.intervals import merged
-from zinf_fx.regular_files import open_regular
+from zinf_fx.regular_files import open_regular, read_regular
+from zinf_fx.runtime.disk.ownership import is_alike, is_proven
 from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.sizes import PAGE, PIECE, blocks
 
@@ -322,3 +331,209 @@ def _make_up(whole: Box, boxes: list[Box]) -> bool:
         for corner in product(*ends):
             left[tuple(place for place, _ in corner)] += sign * math.prod(one for _, one in corner)
     return not any(left.values())
+
+
+log = logging.getLogger("zinf_fx")
+
+MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"
+FORMAT = "zinf_fx checkpoint"
+FIRST_BYTES = f'{{"format":"{FORMAT}"'.encode()
+"""Of every manifest."""
+
+# Bytes that tell the files that are written here from others.
+_BEGIN = 64
+_DATA = re.compile(r"data-[0-9a-f]{8}-(?P<rank>[0-9]{1,9})-[0-9]{1,9}\.(safetensors|extents)")
+# Bytes: of a manifest of ten trillion parameters.
+_LARGEST_MANIFEST = 4 << 30
+
+
+def data_name(save: str, rank: int, number: int) -> str:
+    """The name of a data file: of which save, rank and number."""
+    return f"data-{save}-{rank}-{number}.safetensors"
+
+
+def link_name(save: str, rank: int, number: int) -> str:
+    """The name of a store's data file in a checkpoint."""
+    return f"data-{save}-{rank}-{number}.extents"
+
+
+def rank_of(name: str) -> int | None:
+    """The number of the rank that saved a data file; None for other names."""
+    found = _DATA.fullmatch(name)
+    return None if found is None else int(found["rank"])
+
+
+def read_manifest(directory: Path) -> bytes:
+    """The content of a checkpoint's manifest. Raises: CheckpointError when there is none, saying what there is."""
+    path = directory / MANIFEST
+    try:
+        return read_regular(path, _LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no checkpoint to load: {_instead(directory)}") from None
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(
+                f"{path} has more than {_LARGEST_MANIFEST} bytes, and no manifest has: it is another file"
+            ) from None
+        with refusals("reading a checkpoint", path):
+            raise error
+
+
+def manifest_in(directory: Path) -> bytes:
+    """The same, of a directory that may have none: nothing then."""
+    return read_manifest(directory) if os.path.lexists(directory / MANIFEST) else b""
+
+
+def _instead(directory: Path) -> str:
+    if not directory.exists():
+        return "there is no such directory; name one that save_checkpoint() wrote"
+    if leftovers(directory, b""):
+        return f"a save was cut off before it wrote {MANIFEST}, and what it left is no checkpoint; use another one"
+    return f"there is no {MANIFEST} in it; name a directory that save_checkpoint() wrote"
+
+
+def is_data(name: str) -> bool:
+    """Whether a file's name is one of a data file."""
+    return _DATA.fullmatch(name) is not None
+
+
+def is_link(name: str) -> bool:
+    """Whether the name of a data file is one of a store's."""
+    return name.endswith(".extents")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file's name is one that makes a checkpoint, or is left of one."""
+    return name in (MANIFEST, NEW_MANIFEST) or is_data(name)
+
+
+def leftovers(directory: Path, manifest: bytes, proven: Collection[Path] = ()) -> list[Path]:
+    """What saves left in a directory that were cut off: files with our names, and what these say, that are nowhere in
+    the manifest's text, which may be empty, or damaged. `proven`: those that are known to be what their names say."""
+    with refusals("looking for what is left of a save", directory):
+        found = sorted(os.listdir(directory))
+    others = (name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
+    return [path for path in (directory / name for name in others) if path in proven or _is_as_named(path)]
+
+
+def _is_as_named(path: Path) -> bool:
+    """Whether a file is what its name says, as far as a save that was cut off wrote it: its beginning may be zeros. One
+    that only has the name may be anybody's."""
+    try:
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        begin = os.pread(fd, _BEGIN, 0)
+        if not begin.strip(b"\0"):
+            return True
+        if path.name == NEW_MANIFEST:
+            return begin.startswith(FIRST_BYTES[: len(begin)])
+        if is_link(path.name):
+            return is_proven(fd) or (is_alike(fd) and os.fstat(fd).st_nlink > 1)  # which stays under another name
+        return (8 + int.from_bytes(begin[:8], "little")) % PAGE == 0 and begin[8:9] in (b"{", b"\0")
+    finally:
+        os.close(fd)
+
+
+def is_what_is_left(manifest: bytes, directory: Path) -> bool:
+    """Whether the content of a `manifest.json`, which doesn't begin as ours, is what damage left of ours: that is no
+    JSON, as another program's is, and lies beside data files of ours."""
+    try:
+        json.loads(manifest)
+    except ValueError:
+        return any(path.name != NEW_MANIFEST for path in leftovers(directory, b""))
+    except RecursionError:  # JSON, nested deeply
+        pass
+    return False
+
+
+def check_is_free(directory: Path) -> None:
+    """Raises: CheckpointError where the name that a new manifest has until it is whole is somebody else's."""
+    new = directory / NEW_MANIFEST
+    if os.path.lexists(new) and not _is_as_named(new):
+        raise CheckpointError(
+            f"saving a checkpoint to {directory} was refused: its {NEW_MANIFEST} is another program's; move it "
+            "elsewhere"
+        )
+
+
+def of_failed_save(directory: Path, save: str) -> list[Path]:
+    """What a save that failed wrote: none of it when its manifest is that of the directory, in spite of the failure."""
+    left = leftovers(directory, manifest_in(directory))
+    return [path for path in left if path.name == NEW_MANIFEST or path.name.startswith(f"data-{save}-")]
+
+
+def commit(files: Files, directory: Path, manifest: bytes) -> None:
+    """Make the manifest that of the directory: see [Note: commits]. Its data files are on the device."""
+    new = directory / NEW_MANIFEST
+    files.remove(new)
+    fd = files.create(new)
+    try:
+        files.write(fd, manifest)
+    finally:
+        os.close(fd)
+    appear({new: directory / MANIFEST}, files)
+
+
+def manifest_of(directory: Path) -> Manifest:
+    """That of a checkpoint. Raises: CheckpointError when there is none, or it is damaged."""
+    return from_text(read_manifest(directory), str(directory / MANIFEST))
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Raises: CheckpointError for a file of a checkpoint that is missing, or has another size."""
+    for file in manifest.files:
+        check_file(directory, file)
+
+
+def check_file(directory: Path, file: SavedFile) -> None:
+    """The same, for one."""
+    path = directory / file.path
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
+        ) from None
+    except OSError as error:
+        with refusals("looking for a data file", path):
+            raise error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: {file.path} is no file; use another one"
+        )
+    if found.st_size < file.nbytes or (found.st_size > file.nbytes and not file.of_store):
+        raise DamagedCheckpointError(
+            f"the checkpoint in {directory} is damaged: its file {file.path} has {found.st_size} bytes, and "
+            f"{file.nbytes} when it was saved; use another one"
+        )
+
+
+class Manifests:
+    """The manifests of checkpoints. One is read when its file is not that which was read or written last."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
+
+    def read(self, directory: Path) -> Manifest:
+        """As `manifest_of`."""
+        known, file = self._known.get(directory), _identity(directory / MANIFEST)
+        if known is None or known[0] != file:
+            known = file, manifest_of(directory)
+            self._known = {path: one for path, one in self._known.items() if one[0] == _identity(path / MANIFEST)}
+            self._known[directory] = known
+        return known[1]
+
+    def add(self, directory: Path, manifest: Manifest) -> None:
+        """A manifest was written."""
+        self._known[directory] = _identity(directory / MANIFEST), manifest
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What is another one when a file is replaced or changed; None: there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -1,4 +1,4 @@
-"""Checkpoints of what a training has besides its weights, where another library says which files those are in."""
+"""A training in another library's folder: weights as safetensors files, and beside them a checkpoint of all else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.checkpoint.training.contents import Parts, parts_of
-from zinf_fx.checkpoint.training.loading import load
-from zinf_fx.checkpoint.training.parts.module import ModulePart
-from zinf_fx.checkpoint.training.parts.randomness import RandomPart
-from zinf_fx.checkpoint.training.saving import save
+from zinf_fx.checkpoint.entries import ModulePart, Parts, RandomPart, parts_of
+from zinf_fx.checkpoint.load import load
+from zinf_fx.checkpoint.save import save
+from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+
+# The folder of the checkpoint, in that of the other library.
+STATES = "zinf"
+
+
+def is_stored(model: torch.nn.Module) -> bool:
+    """Whether any parameter of a model is in the store."""
+    return any(stored_parameter(parameter) is not None for parameter in model.parameters())
 
 
 def save_beside_weights(directory: Path, model: torch.nn.Module, optimizer: Optimizer | None, **extra: object) -> None:

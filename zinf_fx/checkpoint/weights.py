@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zinf_fx.arguments import check_model, check_path
-from zinf_fx.checkpoint.agreement import together
-from zinf_fx.checkpoint.elements import fill, quantised_as
+from zinf_fx.checkpoint.entries import FORMATS, of_format
+from zinf_fx.checkpoint.export import INDEX, WHOLE
 from zinf_fx.checkpoint.files import lies_within
-from zinf_fx.checkpoint.naming import Everyone, as_named, names_of_tied, tensors_of, unwrapped
-from zinf_fx.checkpoint.published import Published, as_published
-from zinf_fx.checkpoint.safetensors_file import TensorInFile, WeightFiles, places_in
-from zinf_fx.checkpoint.weight_files import INDEX, WHOLE
+from zinf_fx.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, check_files, manifest_of
+from zinf_fx.checkpoint.models import Everyone, as_named, names_of_tied, tensors_of, together, unwrapped
+from zinf_fx.checkpoint.quantised_weights import Published, PublishedBytes, PublishedValues, as_published
+from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFiles, places_in
 from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.interrupts import held_back, let_through
+from zinf_fx.optim.elements import overwritten
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
 from zinf_fx.regular_files import check_regular, read_regular
 from zinf_fx.runtime.tensor.copies import stored_as
+from zinf_fx.runtime.tensor.quantised import Quantised, bytes_of
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
+from zinf_fx.sizes import pieces_of
 
 _SHOWN = 3  # of many names, in an error
 _LARGEST_INDEX = 1 << 28  # bytes
@@ -204,3 +209,121 @@ def _few(wrong: list[str]) -> str:
 def _some(names: list[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+_MODEL = "model"
+
+
+def located(
+    model: torch.nn.Module, path: Path, wanted: Mapping[str, torch.Tensor]
+) -> dict[str, TensorInFile | Published]:
+    """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
+    safetensors files, as `load_safetensors` takes them. `wanted`: the model's, by their plain names.
+
+    Raises: CheckpointError for what is neither, for a checkpoint in which a tensor is not in one piece, and for codes
+    and scales that don't fit each other.
+    """
+    if not (path / MANIFEST).is_file():
+        places, wrong = as_published(as_named(model, places_of(path), wanted), wanted)
+        if wrong:
+            check_format(path)
+            raise misfit(path, wrong)
+        return places
+    manifest = manifest_of(path)
+    check_files(path, manifest)
+    formats = manifest.values.get(_MODEL, {}).get(FORMATS, {})
+    found: dict[str, TensorInFile | Published] = {}
+    for whole, saved in manifest.by_name().items():
+        part, _, name = whole.partition("/")
+        if part == _MODEL:
+            how = formats.get(name)
+            quantised = None if how is None else of_format(how)
+            file, offset = _in_one_piece(path, manifest, saved)
+            found[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
+    return as_named(model, found, wanted)
+
+
+def _in_one_piece(path: Path, manifest: Manifest, saved: SavedTensor) -> tuple[Path, int]:
+    """The file of a tensor's bytes, and the offset of the first. Raises: CheckpointError where they are scattered."""
+    pieces = [piece for box in saved.boxes for piece in box.pieces]
+    if not pieces:
+        return path / manifest.files[0].path, 0
+    first = pieces[0]
+    for piece in pieces:
+        follows = piece.offset == first.offset + piece.start * saved.dtype.itemsize
+        if len(saved.boxes) > 1 or piece.file != first.file or not follows:
+            raise CheckpointError(
+                f"'{saved.name}' of the checkpoint in {path} is in several pieces, as several ranks or disks saved it: "
+                "to be read in place, it has to be in one; save the model with one rank and one store"
+            )
+    return path / manifest.files[first.file].path, first.offset
+
+
+class FileElements(Protocol):
+    """The elements of a tensor that is in files, flat and in order."""
+
+    dtype: torch.dtype
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        """Fill contiguous `memory`, of this dtype, with the elements from number `first` on."""
+
+
+class _InOrder:
+    """The elements of a tensor that lie in a file as they are."""
+
+    def __init__(self, place: TensorInFile, files: WeightFiles) -> None:
+        self.dtype = place.kind.dtype
+        self._place, self._files = place, files
+
+    def read(self, memory: torch.Tensor, first: int) -> None:
+        self._files.fill(memory, self._place, first * self.dtype.itemsize)
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, files: WeightFiles, place: TensorInFile | Published) -> None:
+    """Replace all elements of a tensor by those at a place in files, converted to the tensor's dtype. What is
+    published in the format that the tensor is quantised in keeps its codes and scales.
+
+    Of a tensor that several ranks have parts of, every rank reads its own.
+    Raises: CheckpointError for a file that is shorter by now, StoreError.
+    """
+    is_published = isinstance(place, Published)
+    if (
+        is_published
+        and isinstance(tensor, StoredTensor)
+        and tensor.views == quantised_as(place, tensor).steps(tensor.shape)
+    ):
+        _fill_stored(bytes_of(tensor), PublishedBytes(place, files))
+        return
+    elements = PublishedValues(place, files, tensor.dtype) if is_published else _InOrder(place, files)
+    if isinstance(tensor, StoredTensor) and not tensor.views and not (is_published and place.transposed):
+        _fill_stored(tensor, elements)
+        return
+    shape = place.rows_shape if is_published else place.shape
+    value = torch.empty(shape, dtype=elements.dtype, device="cpu")
+    elements.read(value, 0)
+    if is_published and place.transposed:
+        value = value.mT
+    if isinstance(tensor, DTensor):
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
+def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
+    """How the bytes of a published weight become the values of this tensor."""
+    return Quantised(published.format, tensor.dtype, published.transposed)
+
+
+def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
+    storage, share = tensor.storage, tensor.storage.share
+    owned = share.own if share.partitioned else (range(storage.numel),)
+    for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):
+        with overwritten(tensor, part) as memory:
+            if elements.dtype == storage.dtype:
+                elements.read(memory, part.start)
+            else:
+                read = torch.empty(len(part), dtype=elements.dtype, device="cpu")
+                elements.read(read, part.start)
+                memory.copy_(read)
+    share.stale = False
+    share.agreed = share.ranks.size == 1

@@ -6,18 +6,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zinf_fx.checkpoint.files import refusals
-from zinf_fx.checkpoint.training.files import MANIFEST, discard, is_data, is_link, is_ours
-from zinf_fx.checkpoint.training.loading import check_files, manifest_of
-from zinf_fx.checkpoint.training.manifest import Manifest, begins_manifest
+from zinf_fx.checkpoint.manifest import MANIFEST, Manifest, begins_manifest, check_files, is_ours, manifest_of
 from zinf_fx.errors import CheckpointError
-from zinf_fx.regular_files import open_regular
-from zinf_fx.runtime.disk.ownership import is_alike, is_proven
 
 log = logging.getLogger("zinf_fx")
 
@@ -65,35 +60,6 @@ def name_of(step: int) -> str:
 def is_numbered(directory: Path) -> bool:
     """Whether `name_of` may have named it."""
     return _NUMBERED.fullmatch(directory.name) is not None
-
-
-class Manifests:
-    """The manifests of checkpoints. One is read when its file is not that which was read or written last."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
-
-    def read(self, directory: Path) -> Manifest:
-        """As `manifest_of`."""
-        known, file = self._known.get(directory), _identity(directory / MANIFEST)
-        if known is None or known[0] != file:
-            known = file, manifest_of(directory)
-            self._known = {path: one for path, one in self._known.items() if one[0] == _identity(path / MANIFEST)}
-            self._known[directory] = known
-        return known[1]
-
-    def add(self, directory: Path, manifest: Manifest) -> None:
-        """A manifest was written."""
-        self._known[directory] = _identity(directory / MANIFEST), manifest
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What is another one when a file is replaced or changed; None: there is none."""
-    try:
-        info = path.stat()
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def checkpoints_in(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> list[Found]:
@@ -151,42 +117,6 @@ def look_at(directory: Path, read: Callable[[Path], Manifest] = manifest_of) -> 
     except CheckpointError as error:
         return Found(directory, manifest, str(error))
     return Found(directory, manifest)
-
-
-def proven_in(directory: Path) -> set[Path]:
-    """The files of stores in a checkpoint that earlier versions made, and that have what its manifest says: see
-    [Note: proofs]. Where there are none of that form, the manifest isn't read."""
-    with refusals("looking for data files", directory):
-        paths = [directory / name for name in sorted(os.listdir(directory)) if is_data(name) and is_link(name)]
-    with ExitStack() as opened:
-        alike = {path: fd for path in paths if (fd := _opened(path, opened)) is not None and is_alike(fd)}
-        if all(map(is_proven, alike.values())):
-            return set()
-        try:
-            manifest = manifest_of(directory)
-        except CheckpointError:
-            return set()
-        names = {file.path for file in manifest.files}
-        return {path for path, fd in alike.items() if path.name in names and manifest.is_in(fd, path.name)}
-
-
-def _opened(path: Path, opened: ExitStack) -> int | None:
-    """A descriptor of a file that is there; None of what can't be opened, and of links."""
-    try:
-        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    opened.callback(os.close, fd)
-    return fd
-
-
-def discard_all(directories: Iterable[Path]) -> None:
-    """As `discard`, of several; where one can't be removed, a warning says so."""
-    for directory in directories:
-        try:
-            discard(directory, proven_in(directory))
-        except CheckpointError as error:
-            log.warning("an old checkpoint stays: %s", error)
 
 
 def _looks_like_one(directory: Path, names: list[str]) -> bool:

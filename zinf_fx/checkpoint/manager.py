@@ -16,23 +16,15 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_model, check_path
-from zinf_fx.checkpoint.agreement import all_ranks, together
+from zinf_fx.checkpoint.background import CopyBehind, HeldSave, held
+from zinf_fx.checkpoint.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
+from zinf_fx.checkpoint.entries import Parts, parts_of
 from zinf_fx.checkpoint.files import FILES, Files
-from zinf_fx.checkpoint.training.behind import CopyBehind
-from zinf_fx.checkpoint.training.catalog import (
-    STEP,
-    Found,
-    Manifests,
-    checkpoints_in,
-    discard_all,
-    is_numbered,
-    name_of,
-)
-from zinf_fx.checkpoint.training.contents import Parts, parts_of
-from zinf_fx.checkpoint.training.held import HeldSave, held
-from zinf_fx.checkpoint.training.loading import load_checkpoint
-from zinf_fx.checkpoint.training.saving import Behind, save
-from zinf_fx.checkpoint.training.sweeping import give_back_unnamed
+from zinf_fx.checkpoint.garbage_collection import discard_all, give_back_unnamed
+from zinf_fx.checkpoint.load import load_checkpoint
+from zinf_fx.checkpoint.manifest import Manifests
+from zinf_fx.checkpoint.models import all_ranks, together
+from zinf_fx.checkpoint.save import Behind, save
 from zinf_fx.config import parse_rate
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError, ZinfError

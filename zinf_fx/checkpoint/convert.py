@@ -1,38 +1,208 @@
-"""A checkpoint as a directory of torch.distributed.checkpoint, with the names that its `get_state_dict` gives.
-
-The library is given, for each tensor, the boxes that it is to write. The elements of a box are read when it is pickled,
-so that no more than a piece is in memory.
-"""
+"""Parts of a checkpoint as files of other programs: safetensors, or a directory of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zinf_fx.checkpoint.commit import appear, unfinished
-from zinf_fx.checkpoint.files import FILES, LOCK, refusals
-from zinf_fx.checkpoint.training.dequantising import Values, values_in
-from zinf_fx.checkpoint.training.loading import check_files
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedPiece, SavedTensor
-from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.parts.module import ModulePart
-from zinf_fx.checkpoint.training.parts.optimizer import OptimizerPart
-from zinf_fx.checkpoint.training.reading import PieceMemory, Reading, needed_for
-from zinf_fx.checkpoint.training.values import decode
+from zinf_fx.checkpoint.copying import PieceMemory, Reader, Reading, needed_for
+from zinf_fx.checkpoint.entries import COMPOSED, FORMATS, SHAPES, ModulePart, OptimizerPart, of_format
+from zinf_fx.checkpoint.export import ShardWriter, commit, in_groups, reserve, shards_for
+from zinf_fx.checkpoint.files import FILES, LOCK, appear, opened, refusals, unfinished
+from zinf_fx.checkpoint.manifest import Manifest, SavedPiece, SavedTensor, check_files
+from zinf_fx.checkpoint.safetensors_format import Kind, check_dtype
+from zinf_fx.checkpoint.values import decode
 from zinf_fx.errors import CheckpointError
 from zinf_fx.native.engine import File
+from zinf_fx.quantisation import dequantised
+from zinf_fx.runtime.memory.buffers import octets
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 from zinf_fx.runtime.tensor.distributed_checkpoint import UnreadBox, chunk_list, own_memory, write_items
+from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.sizes import PIECE, pieces_of
 
 if TYPE_CHECKING:  # it takes long to import
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+
+@dataclass(frozen=True)
+class Values:
+    """A saved tensor as other programs are given it.
+
+    Attributes:
+        shape: of the values.
+        how: how the bytes that are saved become values; None: values are saved.
+    """
+
+    saved: SavedTensor
+    shape: tuple[int, ...]
+    how: Quantised | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.saved.dtype if self.how is None else self.how.dtype
+
+    @property
+    def chunks(self) -> list[range]:
+        """All elements that are saved, in parts that are looked at one after the other."""
+        whole = Box.whole(self.saved.shape)
+        if self.how is None:
+            return pieces_of(range(whole.numel), self.dtype.itemsize)
+        return [whole.hull(self.source(box)) for box in self.boxes]
+
+    @property
+    def boxes(self) -> list[Box]:
+        """All values, in such parts: of a quantised tensor some rows each, or all where its rows are columns of what
+        is saved; of any other as the pieces are that it is in."""
+        whole = Box.whole(self.shape)
+        if self.how is None:
+            pieces = ((one.box, piece.elements) for one in self.saved.boxes for piece in one.pieces)
+            return [box for saved, elements in pieces for box in saved.boxes_of(elements)] or [whole]
+        if self.how.transposed:
+            return [whole]
+        rows, *inner = self.shape
+        each = max(PIECE // (whole.numel // rows * self.dtype.itemsize), 1)
+        starts = range(0, rows, each)
+        return [Box((row, *(0 for _ in inner)), (min(each, rows - row), *inner)) for row in starts]
+
+    def source(self, box: Box) -> Box:
+        """The part of what is saved that a part of the values is made of: one of `boxes`, or all."""
+        if self.how is None:
+            return box
+        if self.how.transposed:
+            return Box.whole(self.saved.shape)
+        return Box((box.offsets[0], 0), (box.shape[0], self.saved.shape[1]))
+
+    def made_of(self, elements: torch.Tensor) -> torch.Tensor:
+        """The values that such a part of what is saved stands for: both flat."""
+        if self.how is None:
+            return elements
+        packed = elements.view(-1, self.saved.shape[1])
+        values = dequantised(packed, self.how.rows_of(self.shape)[1:], self.how.format, self.how.dtype)
+        return (values.mT if self.how.transposed else values).reshape(-1)
+
+
+def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
+    """All tensors by all of their names; those of a part are given as values.
+
+    Raises: CheckpointError for what has none that are known without the model.
+    """
+    found = {name: Values(saved, saved.shape) for name, saved in manifest.by_name().items()}
+    content = manifest.values.get(part, {})
+    for values in filter(None, content.get("ranks", [content])):  # some ranks may not have the part
+        for name, (kind, *_) in values.get(COMPOSED, {}).items():
+            raise CheckpointError(
+                f"converting {source} was refused: '{part}/{name}' is a {kind}, and saved are the tensors that it is "
+                "made of, whose values only its class knows: load the checkpoint into the model, make an ordinary "
+                "tensor of it, and use export_safetensors()"
+            )
+        for name, how in values.get(FORMATS, {}).items():
+            shape = values.get(SHAPES, {}).get(name)
+            if shape is None:
+                raise CheckpointError(
+                    f"converting {source} was refused: '{part}/{name}' is quantised as {how[0]}, and its shape is not "
+                    "in the manifest: load the checkpoint into the model, and use export_safetensors()"
+                )
+            saved = found[f"{part}/{name}"].saved
+            found[f"{part}/{name}"] = Values(saved, tuple(shape), of_format(how))
+    return found
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Elements of a tensor on their way to a file, where they are values."""
+
+    values: Values
+    memory: torch.Tensor
+    writer: ShardWriter
+
+    def wait(self) -> torch.Tensor:
+        return self.memory
+
+    def store(self) -> None:
+        values = self.values.made_of(self.memory)
+        self.writer.write(octets(values))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """A whole tensor, as what comes next in a file."""
+
+    values: Values
+    writer: ShardWriter
+
+    @property
+    def box(self) -> Box:
+        return Box.whole(self.values.saved.shape)
+
+    @property
+    def held(self) -> list[range]:
+        return [range(self.box.numel)] if self.box.numel else []
+
+    def chunks(self, elements: range) -> list[range]:
+        return self.values.chunks  # what is held is all
+
+    def open_for_writing(self, elements: range) -> _Elements:
+        return _Elements(
+            self.values, torch.empty(len(elements), dtype=self.values.saved.dtype, device="cpu"), self.writer
+        )
+
+
+def to_safetensors(
+    source: Path,
+    manifest: Manifest,
+    part: str,
+    target: Path,
+    limit: int,
+    report: Callable[[int], object],
+) -> list[Path]:
+    """Write the tensors of a part, such as "model", as `export_safetensors` does; returns the files. Other names of
+    one tensor are left out. `limit`: bytes in a file. `report` is told of bytes that were written.
+
+    Raises: CheckpointError, with nothing changed in `target`, when there is no such part, when it is damaged, or for
+    what such files can't have; StoreError.
+    """
+    mine = [one.name for one in manifest.tensors if one.name.startswith(f"{part}/")]
+    if not mine:
+        names = sorted({tensor.part for tensor in manifest.tensors})
+        raise CheckpointError(
+            f"the checkpoint in {source} has no tensors of '{part}': it has those of {', '.join(names)}"
+        )
+    every = values_in(source, manifest, part)
+    tensors = {name.removeprefix(f"{part}/"): every[name] for name in mine}
+    check_files(source, manifest)
+    kinds = {name: Kind(one.dtype, one.shape) for name, one in tensors.items()}
+    for name, kind in kinds.items():
+        check_dtype(kind.dtype, f"'{name}'")
+    with ExitStack() as rooms:
+        folder = rooms.enter_context(unfinished(target, FILES))
+        shards = shards_for(in_groups(kinds, limit), folder, target)
+        reserve(shards, FILES)
+        writer = rooms.enter_context(closing(ShardWriter(FILES)))
+        handles = rooms.enter_context(opened([source / file.path for file in manifest.files]))
+        reader = rooms.enter_context(closing(Reader(handles, report)))
+        for shard in shards:
+            writer.begin(shard)
+            for name in shard.places:
+                reader.read(tensors[name].saved, _InFile(tensors[name], writer))
+            reader.end()
+        writer.finish()
+        commit(shards, folder, target, FILES)
+    return [target / shard.path.name for shard in shards]
+
 
 # The file that makes a directory a checkpoint of that library.
 _METADATA = ".metadata"

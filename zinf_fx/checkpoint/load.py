@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,35 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
-from zinf_fx.checkpoint.agreement import all_ranks, together
-from zinf_fx.checkpoint.files import refusals
-from zinf_fx.checkpoint.training.adopting import Adoption
-from zinf_fx.checkpoint.training.contents import (
+from zinf_fx.checkpoint.copying import Holding, Reader, readings
+from zinf_fx.checkpoint.entries import (
+    LOADED_IN_PART,
     OPTIMIZER,
+    Matching,
     Parts,
+    RandomPart,
+    ValuePart,
     between_steps,
+    listed,
     modules_in,
     parts_of,
     streamed_in,
     unwritten_in,
 )
-from zinf_fx.checkpoint.training.files import MANIFEST, read_manifest
-from zinf_fx.checkpoint.training.holdings import Holding
-from zinf_fx.checkpoint.training.manifest import Manifest, SavedFile, SavedTensor, from_text
-from zinf_fx.checkpoint.training.open_files import opened
-from zinf_fx.checkpoint.training.parts.optimizer import LOADED_IN_PART
-from zinf_fx.checkpoint.training.parts.part import Matching, listed
-from zinf_fx.checkpoint.training.parts.randomness import RandomPart
-from zinf_fx.checkpoint.training.parts.state import ValuePart
-from zinf_fx.checkpoint.training.reading import Reader
-from zinf_fx.checkpoint.training.values import decode
-from zinf_fx.errors import CheckpointError, DamagedCheckpointError, StoreError, UnfitValueError
+from zinf_fx.checkpoint.files import opened
+from zinf_fx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedTensor,
+    check_file,
+    check_files,
+    from_text,
+    read_manifest,
+)
+from zinf_fx.checkpoint.models import all_ranks, together
+from zinf_fx.checkpoint.sharing import Adoption
+from zinf_fx.checkpoint.values import decode
+from zinf_fx.errors import CheckpointError, StoreError, UnfitValueError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.ranks import Ranks
 
@@ -103,40 +109,6 @@ def _check_same(ranks: Ranks, directory: Path, mine: str) -> None:
         raise CheckpointError(
             f"loading {directory} was refused: ranks have different checkpoints there ({by_rank}); give a directory "
             "that is the same for all of them, and let none save to it meanwhile"
-        )
-
-
-def manifest_of(directory: Path) -> Manifest:
-    """That of a checkpoint. Raises: CheckpointError when there is none, or it is damaged."""
-    return from_text(read_manifest(directory), str(directory / MANIFEST))
-
-
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Raises: CheckpointError for a file of a checkpoint that is missing, or has another size."""
-    for file in manifest.files:
-        check_file(directory, file)
-
-
-def check_file(directory: Path, file: SavedFile) -> None:
-    """The same, for one."""
-    path = directory / file.path
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
-        ) from None
-    except OSError as error:
-        with refusals("looking for a data file", path):
-            raise error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedCheckpointError(
-            f"the checkpoint in {directory} is damaged: {file.path} is no file; use another one"
-        )
-    if found.st_size < file.nbytes or (found.st_size > file.nbytes and not file.of_store):
-        raise DamagedCheckpointError(
-            f"the checkpoint in {directory} is damaged: its file {file.path} has {found.st_size} bytes, and "
-            f"{file.nbytes} when it was saved; use another one"
         )
 
 
@@ -219,3 +191,29 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
 def _first_place(target: tuple[SavedTensor, Holding]) -> tuple[int, int]:
     """Where a tensor begins in the files: they are read in order."""
     return min(((piece.file, piece.offset) for box in target[0].boxes for piece in box.pieces), default=(0, 0))
+
+
+def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], object]) -> list[str]:
+    """What of a checkpoint is not as it was saved, in words. `report` is told of bytes that were read."""
+    damages: list[str] = []
+    usable: dict[int, int] = {}  # of each file that is there, its number among those
+    for number, file in enumerate(manifest.files):
+        try:
+            check_file(directory, file)
+        except CheckpointError as error:
+            damages.append(str(error))
+        else:
+            usable[number] = len(usable)
+    pieces = (
+        (tensor, replace(piece, file=usable[piece.file]), None)
+        for tensor, piece in manifest.pieces()
+        if piece.file in usable
+    )
+    with opened([directory / manifest.files[number].path for number in usable]) as handles:
+        for reading, _ in readings(handles, pieces):
+            try:
+                reading.wait()
+            except (CheckpointError, StoreError) as error:
+                damages.append(str(error))
+            report(reading.nbytes)
+    return damages

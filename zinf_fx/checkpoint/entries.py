@@ -1,0 +1,737 @@
+"""State entries: what a training consists of, each under its name, as tensors and plain values."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zinf_fx.checkpoint.copying import Holding
+from zinf_fx.checkpoint.manifest import SavedTensor
+from zinf_fx.checkpoint.models import by_plain_name, plain_names, unwrapped
+from zinf_fx.checkpoint.values import decode, encode
+from zinf_fx.errors import CheckpointError, OptimizerError
+from zinf_fx.native.engine import crc32c_at
+from zinf_fx.optim.companions import Companion, companion_of, kind_of
+from zinf_fx.optim.streamed import Streamed
+from zinf_fx.optim.torn import TornStep
+from zinf_fx.plan.codec import dtypes
+from zinf_fx.runtime.exclusive import RUNNING
+from zinf_fx.runtime.gradients.accumulate import new_gradient
+from zinf_fx.runtime.tensor.local_parameter import local_part, made_of, stored_in, stored_parameter
+from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.storage import AbstractStorage
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+_SHOWN = 6
+
+
+class Part(Protocol):
+    """A model, an optimizer, or anything else that is saved under a name of its own.
+
+    Attributes:
+        kind: what it is, in the manifest.
+    """
+
+    kind: str
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        """Give all tensors; returns the plain values, as JSON has them. Raises: CheckpointError."""
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        """Find where what was saved belongs, and note what doesn't. Nothing is changed yet.
+
+        Raises: CheckpointError for values that can't be read.
+        """
+
+
+class Collected:
+    """The tensors that a rank of `ranks` is to save.
+
+    Attributes:
+        tensors: by name, in the order in which they come.
+        same: names of those that are others too, with the names of these.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.tensors: dict[str, Holding] = {}
+        self.same: dict[str, str] = {}
+        self._names: dict[tuple, str] = {}
+
+    def add(self, tensor: torch.Tensor, name: str) -> str:
+        """Save a tensor under a name, which is returned. Raises: CheckpointError for a tensor that can't be."""
+        if not name.isprintable():
+            raise CheckpointError(f"{name!r} can't be saved: its name has characters that can't be printed; rename it")
+        if name in self.tensors or name in self.same:
+            raise CheckpointError(f"two tensors to save have the name '{name}': rename one")
+        holding = Holding.of(tensor, name)
+        first = self._names.setdefault(holding.identity, name)
+        if first == name:
+            self.tensors[name] = holding
+        else:
+            self.same[name] = first
+        return name
+
+    def keep(self, tensor: torch.Tensor, name: str) -> str:
+        """The same, of a tensor among plain values. One that may be another on each rank gets another name there."""
+        if self.ranks > 1 and type(tensor) is torch.Tensor:
+            flat = tensor.detach().cpu().contiguous()
+            name = f"{name}@{crc32c_at(flat.data_ptr(), flat.nbytes):08x}"
+        return self.add(tensor, name)
+
+
+class Matching:
+    """Where the tensors of a checkpoint belong, what is done before and after they are read, and what doesn't fit.
+
+    Attributes:
+        left_out: how the names of parameters of models that are left out begin.
+        rank, ranks: this one's number, and how many there are; `ranks_then`: how many there were.
+        targets: what is to be read, and for what.
+        begin, end: what is done before and after the tensors are read; what can fail is done before.
+        differences: between the checkpoint and what is to be loaded, in words, besides those of tensors.
+        wanted: the names of tensors that were asked for; `prefixes`: how those begin of which all have to be.
+    """
+
+    def __init__(
+        self, saved: Mapping[str, SavedTensor], left_out: Iterable[str], rank: int, ranks: int, ranks_then: int
+    ) -> None:
+        """`left_out`: the names of parts."""
+        self.left_out = tuple(f"{name}/" for name in left_out)
+        self.rank, self.ranks, self.ranks_then = rank, ranks, ranks_then
+        self.targets: list[tuple[SavedTensor, Holding]] = []
+        self.begin: list[Callable[[], None]] = []
+        self.end: list[Callable[[], None]] = []
+        self.differences: list[str] = []
+        self._of_tensors: list[str] = []
+        self.wanted: set[str] = set()
+        self.prefixes: list[str] = []
+        self._saved = saved
+        self._taken: dict[tuple, tuple[str, str]] = {}
+
+    def saved(self, name: str) -> SavedTensor:
+        """The tensor of this name. Raises: CheckpointError if the checkpoint has none."""
+        if name not in self._saved:
+            raise CheckpointError(f"the checkpoint names a tensor '{name}' that it doesn't have: it is damaged")
+        return self._saved[name]
+
+    def pass_over(self, names: Set[str]) -> None:
+        """Tensors of these names, also of one rank alone, are in the checkpoint, and nobody is to have them."""
+        self.wanted |= {one for one in self._saved if one in names or one.rpartition("@")[0] in names}
+
+    def all_differences(self, wanted: Collection[str]) -> list[str]:
+        """Those of tensors, which others follow from, first. `wanted`: the names that any rank wants."""
+        of_parts = (name for name in self._saved if name.startswith(tuple(self.prefixes)))
+        unexpected = (f"'{name}' is in the checkpoint alone" for name in of_parts if name not in wanted)
+        return [*self._of_tensors, *unexpected, *self.differences]
+
+    def in_memory(self, name: str) -> torch.Tensor:
+        """An ordinary tensor into which the saved one of this name is read."""
+        saved = self.saved(name)
+        if name in self.wanted:
+            raise CheckpointError(f"the checkpoint names the tensor '{name}' twice: it is damaged")
+        tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+        self.target(name, tensor)
+        return tensor
+
+    def target(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the saved tensor `name` be read into `tensor`, if it fits."""
+        self.wanted.add(name)
+        if name not in self._saved:
+            self._of_tensors.append(f"'{name}' is not in the checkpoint")
+            return
+        saved, holding = self._saved[name], Holding.of(tensor, name)
+        if saved.shape != holding.shape:
+            self._of_tensors.append(f"'{name}' has shape {holding.shape}, and {saved.shape} in the checkpoint")
+        elif saved.dtype != holding.dtype:
+            self._of_tensors.append(f"'{name}' has dtype {holding.dtype}, and {saved.dtype} in the checkpoint")
+        else:
+            other, source = self._taken.setdefault(holding.identity, (name, saved.name))
+            if other == name:
+                self.targets.append((saved, holding))
+            elif source != saved.name:
+                self._of_tensors.append(f"'{name}' and '{other}' are one tensor, and two in the checkpoint")
+
+    def compare(self, what: str, mine: Iterable[str], saved: Iterable[str]) -> None:
+        """Note which names are on one side only."""
+        mine, saved = dict.fromkeys(mine), dict.fromkeys(saved)
+        self.differences += [f"{what} '{name}' is not in the checkpoint" for name in mine if name not in saved]
+        self.differences += [f"{what} '{name}' is in the checkpoint alone" for name in saved if name not in mine]
+
+
+def listed(differences: list[str]) -> str:
+    """The first of some differences, in words."""
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
+
+
+FORMATS = "quantised"
+"""Of the plain values, by the names of quantised tensors, how their bytes become values."""
+
+SHAPES = "quantised_shapes"
+"""Of the plain values, by the same names, the shapes of these values, which their bytes don't say."""
+
+COMPOSED = "composed"
+"""Of the plain values, by the names of tensors that were saved as those that they are made of, of what class they are,
+and what else that says of them."""
+
+
+class ModulePart:
+    """A model, whose members have the names that they have without what wraps it."""
+
+    kind = "module"
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.name = name
+        self.module = unwrapped(module)
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        tensors, extra, composed = self._state()
+        for name, tensor in tensors.items():
+            collected.add(tensor, f"{self.name}/{name}")
+        values = {n: encode(value, f"{self.name}/{n}", collected.keep) for n, value in extra.items()}
+        formats = {name: how for name, tensor in tensors.items() if (how := format_of(tensor)) is not None}
+        shapes = {name: list(tensors[name].shape) for name in formats}
+        return {"extra": values, FORMATS: formats, SHAPES: shapes, COMPOSED: composed}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        tensors, extra, composed = self._state()
+        for name, tensor in tensors.items():
+            mine, saved = format_of(tensor), values.get(FORMATS, {}).get(name)
+            if mine != saved:
+                matching.differences.append(
+                    f"'{self.name}/{name}' is {_words(mine)}, and {_words(saved)} in the checkpoint"
+                )
+            matching.target(f"{self.name}/{name}", tensor)
+        theirs = values.get(COMPOSED, {})
+        for name in composed | theirs:
+            if (mine := composed.get(name)) != (saved := theirs.get(name)):
+                matching.differences.append(
+                    f"'{self.name}/{name}' is {_class_words(mine)}, and {_class_words(saved)} in the checkpoint"
+                )
+        matching.prefixes.append(f"{self.name}/")
+        matching.compare(f"extra state of {self.name}:", extra, values["extra"])
+        if extra:
+            found = {name: decode(one, matching.in_memory) for name, one in values["extra"].items()}
+            matching.end.append(lambda: self._load_extra(found))
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, list[str]]]:
+        """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state. In the place of
+        tensors that are made of several come these, by their names behind it; what such are comes by their names."""
+        state = by_plain_name(self.module, self.module.state_dict().items())
+        tensors: dict[str, torch.Tensor] = {}
+        composed: dict[str, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                _take_apart(value, name, tensors, composed)
+        extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra, composed
+
+    def _load_extra(self, found: Mapping[str, Any]) -> None:
+        names = plain_names(self.module, self.module.state_dict())
+        self.module.load_state_dict({n: found[own] for n, own in names.items() if own in found}, strict=False)
+
+
+def _take_apart(
+    tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor], composed: dict[str, list[str]]
+) -> None:
+    """Add a tensor, or those that it is made of and what it is, by its name."""
+    if not (parts := made_of(tensor)):
+        tensors[name] = tensor
+        return
+    composed[name] = [f"{type(tensor).__module__}.{type(tensor).__qualname__}", repr(tensor.__tensor_flatten__()[1])]
+    for attribute, part in parts.items():
+        _take_apart(part, f"{name}.{attribute}", tensors, composed)
+
+
+def _class_words(what: list[str] | None) -> str:
+    return "an ordinary tensor" if what is None else f"a {what[0]} with {what[1]}"
+
+
+def format_of(tensor: torch.Tensor) -> list[str] | None:
+    """The format and dtype of a quantised tensor, and whether it is transposed, as JSON has them."""
+    quantised = tensor.quantised if isinstance(tensor, StoredTensor) else None
+    if quantised is None:
+        return None
+    how = [quantised.format, str(quantised.dtype).removeprefix("torch.")]
+    return [*how, "transposed"] if quantised.transposed else how
+
+
+def of_format(how: Sequence[str]) -> Quantised:
+    """What `format_of` says, read again."""
+    form, dtype, *transposed = how
+    return Quantised(form, dtypes()[dtype], bool(transposed))
+
+
+def _words(how: list[str] | None) -> str:
+    return "not quantised" if how is None else f"quantised as {how[0]}, of {', '.join(how[1:])}"
+
+
+def is_read_only(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is read in place from files of somebody else."""
+    return isinstance(tensor, StoredTensor) and tensor.storage.is_read_only
+
+
+def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The name of each parameter of a model; the first, where it has several."""
+    module = unwrapped(module)
+    return {one: name for name, one in by_plain_name(module, module.named_parameters()).items()}
+
+
+LOADED_IN_PART = TornStep("a checkpoint was loaded in part", (), (), ())
+
+
+class OptimizerPart:
+    """An optimizer of `zinf_fx.optim` or of PyTorch. Parameters have the names that models give them, others their
+    number in the optimizer."""
+
+    kind = "optimizer"
+
+    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        self.name = name
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate wraps it
+            optimizer = inner
+        self.optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._names = [names.get(parameter, f"#{number}") for number, parameter in enumerate(self._parameters)]
+
+        self._held_options: list[dict[str, Any]] | None = None
+
+    def hold_options(self) -> None:
+        """Collect the options of the groups as they are now, whatever a scheduler does meanwhile."""
+        self._held_options = [copy.deepcopy(_options(group)) for group in self.optimizer.param_groups]
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        found = self.optimizer.state_dict()
+        groups = []
+        for number, group in enumerate(found["param_groups"]):
+            options = _options(group) if self._held_options is None else self._held_options[number]
+            encoded = encode(options, f"{self.name}.param_groups[{number}]", collected.keep)
+            groups.append({"params": [self._names[index] for index in group["params"]], "options": encoded})
+        state = {}
+        for index, entry in found["state"].items():
+            what = f"{self.name}/{self._names[index]}"
+            state[self._names[index]] = {k: encode(v, f"{what}.{k}", collected.keep) for k, v in entry.items()}
+        rest = {name: value for name, value in found.items() if name not in ("state", "param_groups")}
+        rest = encode(rest, self.name, collected.keep)
+        return {"class": self._class, "groups": groups, "state": state, "rest": rest}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        if values["class"] != self._class:
+            matching.differences.append(f"{self.name} is a {self._class}, and {values['class']} in the checkpoint")
+            return
+        groups = self._groups(values["groups"], matching)
+        if groups is None:
+            return
+        matching.prefixes.append(f"{self.name}/")
+        options_of = {number: group for group in groups for number in group["params"]}
+        numbers = {name: number for number, name in enumerate(self._names)}
+        state: dict[int, dict[str, Any]] = {}
+        for name, entry in values["state"].items():
+            if (number := numbers.get(name)) is None:
+                matching.differences.append(f"{self.name} has no parameter '{name}', and states of it are saved")
+                continue
+            try:
+                state[number] = self._entry(self._parameters[number], entry, options_of[number], matching)
+            except OptimizerError as error:
+                matching.differences.append(f"{self.name} can't have states of '{name}': {error}")
+        rest = decode(values["rest"], matching.in_memory)
+        matching.begin.append(partial(self._load, {**rest, "state": state, "param_groups": groups}))
+
+    def _groups(self, saved: Sequence[Mapping[str, Any]], matching: Matching) -> list[dict[str, Any]] | None:
+        """The groups as a state dict has them, with saved options; None: those that were saved are others."""
+        mine = self.optimizer.param_groups
+        if len(mine) != len(saved):
+            matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
+            return None
+        groups, first = [], 0
+        for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
+            params = range(first, first + len(group["params"]))
+            names, first = [self._names[one] for one in params], params.stop
+            matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
+            if set(names) == set(other["params"]):
+                groups.append({**decode(other["options"], matching.in_memory), "params": list(params)})
+        return groups if len(groups) == len(mine) else None
+
+    @property
+    def _class(self) -> str:
+        kind = type(self.optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _entry(
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
+    ) -> dict[str, Any]:
+        """The state of a parameter, with tensors into which the saved ones are to be read. What this optimizer keeps in
+        another form is read into tensors of the saved form, and converted when everything is there."""
+        stored = stored_parameter(parameter)
+        is_streamed = stored is not None and isinstance(self.optimizer, Streamed)
+        present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        spaces = self.optimizer.reserved(stored, group) if is_streamed else present
+        others: dict[str, StoredTensor] = {}  # in the saved form
+
+        def find(key: str, full_name: str) -> torch.Tensor:
+            saved, space = matching.saved(full_name), spaces.get(key)
+            kind = kind_of(key, entry)
+            is_beside_one = kind is not None and key in map(companion_of, others)
+            if is_streamed and (is_beside_one or _is_in_another_form(space, saved)):
+                others[key] = _in_form(stored, saved, kind)
+                matching.target(full_name, stored.shown(others[key]))
+                return others[key]
+            if not isinstance(space, torch.Tensor) or not (is_streamed or _alike(space, saved)):
+                space = _like(parameter, saved)
+            matching.target(full_name, space)
+            return space
+
+        states_first = sorted(entry, key=lambda key: kind_of(key, entry) is not None)
+        found = {key: decode(entry[key], partial(find, key)) for key in states_first}
+        if others:
+            matching.end.append(partial(self._convert, stored, others))
+        mine = {name for key in others for name in (key, companion_of(key))} & spaces.keys()
+        return {key: value for key, value in found.items() if key not in others} | {key: spaces[key] for key in mine}
+
+    def _convert(self, parameter: StoredTensor, others: dict[str, StoredTensor]) -> None:
+        """Take over states of a parameter that were saved in another form."""
+        try:
+            self.optimizer.take_entries({parameter: others})
+        finally:
+            self.optimizer.torn = LOADED_IN_PART
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        finally:
+            if isinstance(self.optimizer, Streamed):
+                self.optimizer.torn = LOADED_IN_PART  # it takes itself for whole then
+        for number, entry in state_dict["state"].items():
+            shown = self.optimizer.state[self._parameters[number]]
+            for name, value in entry.items():
+                mine = shown.get(name)
+                if not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or mine is value:
+                    continue
+                # A copy, which will not be read into, or cast: torch gives states the parameter's dtype.
+                if mine.device == value.device or mine.dtype != value.dtype:
+                    shown[name] = value.to(mine.device)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _alike(space: torch.Tensor, saved: SavedTensor) -> bool:
+    return (tuple(space.shape), space.dtype) == (saved.shape, saved.dtype)
+
+
+def _is_in_another_form(space: object, saved: SavedTensor) -> bool:
+    return isinstance(space, torch.Tensor) and tuple(space.shape) == saved.shape and space.dtype != saved.dtype
+
+
+def _in_form(parameter: StoredTensor, saved: SavedTensor, kind: Companion | None) -> StoredTensor:
+    """A tensor for a saved state of a parameter or for its companion, of a kind, without values yet."""
+    storage = parameter.storage
+    space = storage.for_state(saved.dtype) if kind is None else storage.for_companion(kind.dtype, kind.elements)
+    return StoredTensor.of(space, parameter.shape if kind is None else saved.shape, parameter.device)
+
+
+def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
+    """A tensor for a saved state of a parameter, without values yet: of its shape, where such states live."""
+    stored = stored_parameter(parameter)
+    if tuple(parameter.shape) != saved.shape:
+        return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+    if stored is None:
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return stored.shown(StoredTensor.of(stored.storage.for_state(saved.dtype), stored.shape, stored.device))
+
+
+class GradientsPart:
+    """The `grad` of each parameter of all models that has one. One that was consumed in backward is none."""
+
+    kind = "gradients"
+    name = "gradients"
+
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        """`names`: those of the parameters."""
+        self._names = names
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is any gradient."""
+        return any(one.grad is not None and not _is_gone(one.grad) for one in self._names)
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        of: dict[str, dict[str, bool]] = {}
+        for parameter, name in self._names.items():
+            gradient = parameter.grad
+            if gradient is not None and not _is_gone(gradient):
+                of[name] = {"alone": _is_alone(gradient)}
+                collected.add(gradient, self._full_name(name, collected.rank if _is_alone(gradient) else None))
+        return {"of": of}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        gradients: dict[str, torch.Tensor] = {}
+        passed_over: set[str] = set()
+        for name, how in values["of"].items():
+            if name.startswith(matching.left_out):
+                passed_over.add(self._full_name(name, None))
+                continue
+            if name not in parameters:
+                matching.differences.append(f"the gradient of '{name}' is in the checkpoint alone")
+                continue
+            if how["alone"] and matching.ranks != matching.ranks_then:
+                passed_over.add(self._full_name(name, None))
+                matching.differences.append(
+                    f"the gradient of '{name}' was accumulated on each of {matching.ranks_then} ranks alone, under "
+                    f"no_sync, and {matching.ranks} are here: load with as many, or save after a backward pass outside"
+                )
+                continue
+            full_name = self._full_name(name, matching.rank if how["alone"] else None)
+            dtype = matching.saved(full_name).dtype
+            gradients[name] = _space(parameters[name], dtype, reduced=not how["alone"])
+            matching.target(full_name, gradients[name])
+        matching.pass_over(passed_over)
+        matching.prefixes.append(f"{self.name}/")
+        for name, parameter in parameters.items():
+            matching.begin.append(partial(_set, parameter, gradients.get(name)))
+
+    def _full_name(self, name: str, rank: int | None) -> str:
+        """`rank`: of a gradient that is of one alone."""
+        return f"{self.name}/{name}" + ("" if rank is None else f"@{rank}")
+
+
+def _is_gone(gradient: torch.Tensor) -> bool:
+    local = local_part(gradient)
+    return isinstance(local, StoredTensor) and isinstance(local.storage, AbstractStorage)
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is of this rank alone."""
+    local = local_part(gradient)
+    return isinstance(local, StoredTensor) and local.storage.share.unreduced
+
+
+def _space(parameter: torch.Tensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
+    """A gradient without values yet."""
+    stored = stored_parameter(parameter)
+    if stored is not None:
+        return stored.shown(new_gradient(stored, dtype, reduced=reduced))
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _set(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    stored = stored_parameter(parameter)
+    if stored is not None:
+        stored.grad = local_part(gradient) if isinstance(gradient, DTensor) else gradient
+    else:
+        parameter.grad = gradient
+
+
+class RandomPart:
+    """PyTorch's generators, of the CPU and of each CUDA device in use, Python's, and NumPy's where it is imported."""
+
+    kind = "random"
+    name = "random"
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state_all()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            states["numpy"] = numpy.random.get_state(legacy=True)
+        return {name: encode(state, f"{self.name}.{name}", collected.keep) for name, state in states.items()}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        states = {name: decode(state, matching.in_memory) for name, state in values.items() if name != "kind"}
+        matching.end += [partial(_setters()[name], state) for name, state in states.items() if name in _setters()]
+
+
+def _setters() -> dict[str, Callable[[Any], None]]:
+    """What sets the states of the generators that are here."""
+    setters: dict[str, Callable[[Any], None]] = {"torch": torch.set_rng_state, "python": random.setstate}
+    if torch.cuda.is_available():
+        setters["cuda"] = _set_cuda
+    if (numpy := sys.modules.get("numpy")) is not None:
+        setters["numpy"] = numpy.random.set_state
+    return setters
+
+
+def _set_cuda(states: list[torch.Tensor]) -> None:
+    """Of as many devices as there were and are."""
+    for device, state in zip(range(torch.cuda.device_count()), states, strict=False):
+        torch.cuda.set_rng_state(state, device)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """As torch.distributed.checkpoint's: what can be saved and loaded by a dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Be as what `state_dict` gave."""
+
+
+class StatePart:
+    """What has `state_dict` and `load_state_dict`, made of plain values and tensors, or a random generator."""
+
+    def __init__(self, name: str, owner: Stateful | torch.Generator) -> None:
+        self.name = name
+        if isinstance(owner, torch.Generator):
+            self.kind, self._get, self._set = "generator", owner.get_state, owner.set_state
+        else:
+            self.kind, self._get, self._set = "state", owner.state_dict, owner.load_state_dict
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        return {"state": encode(self._get(), self.name, collected.keep)}
+
+    def match(self, values: Mapping[str, Any], matching: Matching) -> None:
+        matching.end.append(partial(self._set, decode(values["state"], matching.in_memory)))
+
+
+class ValuePart:
+    """A plain value, which is given back when it is loaded."""
+
+    kind = "value"
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self._value = name, value
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        return {"value": encode(self._value, self.name, collected.keep)}
+
+
+LARGEST = 16 << 20
+"""Bytes of tensors in memory that are copied to hold a part, at most."""
+
+
+class TooLargeError(Exception):
+    """A part has more in memory than is copied."""
+
+
+class HeldPart:
+    """A part with the values and the tensors in memory that it had at construction. Elements of stored tensors, which
+    only steps change, are read when it is collected.
+
+    Attributes:
+        part: the part itself.
+    """
+
+    def __init__(self, part: Part) -> None:
+        """Raises: TooLargeError; CheckpointError as `collect`."""
+        self.part, self.kind = part, part.kind
+        copies = _Copies()
+        self._values = part.collect(copies)
+        self._tensors = copies.made
+
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        for name, tensor in self._tensors.items():
+            collected.add(tensor, name)
+        return self._values
+
+
+class _Copies(Collected):
+    """Collects copies of what is in memory.
+
+    Attributes:
+        made: by name, the copies, and stored tensors themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, torch.Tensor] = {}
+        self._nbytes = 0
+
+    def add(self, tensor: torch.Tensor, name: str) -> str:
+        super().add(tensor, name)
+        if name in self.same:
+            self.made[name] = self.made[self.same[name]]
+        elif isinstance(local_part(tensor), StoredTensor):
+            self.made[name] = tensor
+        else:
+            self._nbytes += tensor.nbytes
+            if self._nbytes > LARGEST:
+                raise TooLargeError
+            self.made[name] = tensor.detach().clone()
+        return name
+
+
+Parts = Mapping[str, Part | ValuePart | HeldPart]
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_OURS = (GradientsPart.name, RandomPart.name)
+
+
+def parts_of(model: torch.nn.Module, optimizer: Optimizer | None, extra: Mapping[str, object]) -> Parts:
+    """The parts of a training, by their names. Raises: CheckpointError for what is no model or optimizer."""
+    _check(model, optimizer, extra)
+    named = {MODEL: model, **({} if optimizer is None else {OPTIMIZER: optimizer}), **extra}
+    names: dict[torch.Tensor, str] = {}
+    for name, one in named.items():
+        if isinstance(one, torch.nn.Module):
+            prefix = "" if name == MODEL else f"{name}/"
+            names = {p: prefix + its_name for p, its_name in parameter_names(one).items()} | names
+    parts = {name: _part(name, one, names) for name, one in named.items()}
+    return parts | {GradientsPart.name: GradientsPart(names), RandomPart.name: RandomPart()}
+
+
+def _part(name: str, one: object, names: Mapping[torch.Tensor, str]) -> Part | ValuePart:
+    if isinstance(one, torch.nn.Module):
+        return ModulePart(name, one)
+    if isinstance(one, Optimizer):
+        return OptimizerPart(name, one, names)
+    return StatePart(name, one) if isinstance(one, (Stateful, torch.Generator)) else ValuePart(name, one)
+
+
+def _check(model: object, optimizer: object, extra: Mapping[str, object]) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise CheckpointError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise CheckpointError(
+            f"the optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer, or None; others go by names "
+            "of their own, as in save_checkpoint(directory, model, first, second=second)"
+        )
+    for name in extra:
+        if name in _OURS or "/" in name:
+            raise CheckpointError(f"'{name}' is no name for what else is saved: choose another one")
+
+
+def streamed_in(parts: Parts) -> list[Streamed]:
+    """The optimizers of `zinf_fx.optim`."""
+    optimizers = [part.optimizer for part in parts.values() if isinstance(part, OptimizerPart)]
+    return [one for one in optimizers if isinstance(one, Streamed)]
+
+
+def modules_in(parts: Parts) -> list[torch.nn.Module]:
+    """The models, the one that is called so first."""
+    present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
+    return [part.module for part in present if isinstance(part, ModulePart)]
+
+
+def unwritten_in(parts: Parts) -> set[int]:
+    """The keys of the storages of frozen parameters, which no step rewrites."""
+    frozen = (p for module in modules_in(parts) for p in module.parameters() if not p.requires_grad)
+    return {stored.storage.key for parameter in frozen for stored in stored_in(parameter)}
+
+
+@contextmanager
+def between_steps(parts: Parts, *, whole: bool) -> Iterator[None]:
+    """A block in which nothing else changes the training. With `whole`, no step has been torn.
+
+    Raises: OptimizerError after a torn step, or in the middle of one that began in backward; StoreError.
+    """
+    with ExitStack() as rooms:
+        rooms.enter_context(RUNNING.turn())
+        for optimizer in streamed_in(parts):
+            if whole:
+                rooms.enter_context(optimizer.between_steps())
+            elif optimizer.torn is None:
+                optimizer.finish()
+        yield
