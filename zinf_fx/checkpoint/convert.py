@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zinf_fx.checkpoint.copying import PieceMemory, Reader, Reading, needed_for
+from zinf_fx.checkpoint.copying import FileRead, PieceMemory, fill, needed_for
 from zinf_fx.checkpoint.entries import COMPOSED, FORMATS, SHAPES, ModulePart, OptimizerPart, of_format
 from zinf_fx.checkpoint.export import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.checkpoint.files import FILES, LOCK, appear, opened, refusals, unfinished
@@ -119,25 +119,6 @@ def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
 
 
 @dataclass(frozen=True)
-class _Elements:
-    """Elements of a tensor on their way to a file, where they are values."""
-
-    values: Values
-    memory: torch.Tensor
-    writer: ShardWriter
-
-    def wait(self) -> torch.Tensor:
-        return self.memory
-
-    def store(self) -> None:
-        values = self.values.made_of(self.memory)
-        self.writer.write(octets(values))
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-@dataclass(frozen=True)
 class _InFile:
     """A whole tensor, as what comes next in a file."""
 
@@ -155,10 +136,12 @@ class _InFile:
     def chunks(self, elements: range) -> list[range]:
         return self.values.chunks  # what is held is all
 
-    def open_for_writing(self, elements: range) -> _Elements:
-        return _Elements(
-            self.values, torch.empty(len(elements), dtype=self.values.saved.dtype, device="cpu"), self.writer
-        )
+    @contextmanager
+    def overwritten(self, elements: range) -> Iterator[torch.Tensor]:
+        memory = torch.empty(len(elements), dtype=self.values.saved.dtype, device="cpu")
+        yield memory
+        values = self.values.made_of(memory)  # whose memory `octets` doesn't keep
+        self.writer.write(octets(values))
 
 
 def to_safetensors(
@@ -193,12 +176,9 @@ def to_safetensors(
         reserve(shards, FILES)
         writer = rooms.enter_context(closing(ShardWriter(FILES)))
         handles = rooms.enter_context(opened([source / file.path for file in manifest.files]))
-        reader = rooms.enter_context(closing(Reader(handles, report)))
         for shard in shards:
             writer.begin(shard)
-            for name in shard.places:
-                reader.read(tensors[name].saved, _InFile(tensors[name], writer))
-            reader.end()
+            fill(((tensors[name].saved, _InFile(tensors[name], writer)) for name in shard.places), handles, report)
         writer.finish()
         commit(shards, folder, target, FILES)
     return [target / shard.path.name for shard in shards]
@@ -216,13 +196,13 @@ class Pieces:
         self.report = report
         self.files: Sequence[File] = ()
         self._memory = PieceMemory()
-        self._last: Reading | None = None
+        self._last: FileRead | None = None
 
     def read(self, saved: SavedTensor, piece: SavedPiece) -> torch.Tensor:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
         if self._last is None or self._last.piece is not piece:
             self._last = None
-            self._last = Reading(self.files[piece.file], saved, piece, self._memory)
+            self._last = FileRead(self.files[piece.file], saved, piece, self._memory)
         return self._last.wait()
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.manifest import SavedBox, SavedPiece, SavedTensor
 from zinf_fx.checkpoint.models import check_has_values
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError, StoreError
 from zinf_fx.interrupts import let_through
-from zinf_fx.native.engine import READ, File, FileTicket, crc32c_at
+from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.optim.elements import open_window
 from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.tensor.boxes import Box, copy_common, view_of
 from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.home import Home
@@ -37,44 +40,26 @@ from zinf_fx.runtime.tensor.windows import Window
 from zinf_fx.sizes import PAGE, PIECE, blocks, pieces_of
 
 
-class OrdinaryElements:
-    """The part of a `Window` that is used here, over elements of an ordinary tensor: in its own memory if that is
-    contiguous and the CPU's, and has the values as they are, else in a copy."""
+class Read:
+    """Elements in memory, once the transfer that fills it is done: `wait`, use, then `close`."""
 
-    ready = True
-
-    def __init__(self, tensor: torch.Tensor, elements: range, *, load: bool) -> None:
-        self._tensor, self._elements = tensor.detach(), elements
-        as_they_are = not tensor.is_conj() and not tensor.is_neg()
-        self._in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and as_they_are
-        if self._in_place:
-            flat = self._tensor.as_strided((self._tensor.numel(),), (1,))  # `view` keeps the stride of one element
-            self._memory = flat[elements.start : elements.stop]
-        else:
-            self._memory = torch.empty(len(elements), dtype=tensor.dtype, device="cpu")
-            if load:
-                self._move(load=True)
+    def __init__(self, memory: torch.Tensor, ticket: Ticket | None = None) -> None:
+        """`memory`: the elements, 1-D; without a ticket, they are there."""
+        self._memory: torch.Tensor | None = memory
+        self._ticket = ticket
 
     def wait(self) -> torch.Tensor:
-        """The elements, 1-D."""
+        """The elements, 1-D. Raises: StoreError."""
+        if self._ticket is not None:
+            self._ticket.wait()
         return self._memory
 
-    def store(self) -> None:
-        """Write them back."""
-        if not self._in_place:
-            self._move(load=False)
-
     def close(self) -> None:
-        """Nothing to give back."""
-
-    def _move(self, load: bool) -> None:
-        whole = Box.whole(self._tensor.shape)
-        for part in whole.boxes_of(self._elements):
-            theirs = self._tensor
-            for dim, (start, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
-                theirs = theirs.narrow(dim, start, size)
-            mine = view_of(self._memory, whole, self._elements.start, part)
-            mine.copy_(theirs) if load else theirs.copy_(mine)
+        """Give the memory back. A read that is under way is waited for, whether it ends well or not."""
+        if self._ticket is not None:
+            with contextlib.suppress(StoreError):
+                self._ticket.wait()
+        self._memory = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,20 +172,52 @@ class Holding:
         place = self.in_pages(elements)
         return self.home.in_store.checksum(place.start, len(place)) if place and len(place) % PAGE == 0 else None
 
-    def open_for_reading(self, elements: range) -> Window | OrdinaryElements:
-        """A window in host memory over some elements of one range. Their read starts now."""
-        return self._open(elements, load=True)
-
-    def open_for_writing(self, elements: range) -> Window | OrdinaryElements:
-        """The same, over elements that are all to be set, and stored then; few others are on their way to the store."""
-        if (tiers := self.tiers) is not None:
-            tiers.limit_writes(PIECE)
-        return self._open(elements, load=False)
-
-    def _open(self, elements: range, *, load: bool) -> Window | OrdinaryElements:
+    def read(self, elements: range) -> Window | Read:
+        """Start to read consecutive elements of one range to host memory. What is there already is used in place."""
         if isinstance(self.tensor, StoredTensor):
-            return open_window(self.tensor.storage, CPU, elements.start, len(elements), load=load)
-        return OrdinaryElements(self.tensor, elements, load=load)
+            return open_window(self.tensor.storage, CPU, elements.start, len(elements))
+        if (there := self._in_place()) is not None:
+            return Read(there[elements.start : elements.stop])
+        memory = torch.empty(len(elements), dtype=self.dtype, device="cpu")
+        for theirs, mine in self._in_boxes(elements, memory):
+            mine.copy_(theirs)
+        return Read(memory)
+
+    @contextmanager
+    def overwritten(self, elements: range) -> Iterator[torch.Tensor]:
+        """Memory for consecutive elements, all of which are set in the block, and then sent to where the tensor lives;
+        few others are on their way to the store."""
+        if isinstance(self.tensor, StoredTensor):
+            self.tiers.limit_writes(PIECE)
+            window = open_window(self.tensor.storage, CPU, elements.start, len(elements), load=False)
+            try:
+                yield window.wait()
+                window.store()
+            finally:
+                window.close()
+        elif (there := self._in_place()) is not None:
+            yield there[elements.start : elements.stop]
+        else:
+            memory = torch.empty(len(elements), dtype=self.dtype, device="cpu")
+            yield memory
+            for theirs, mine in self._in_boxes(elements, memory):
+                theirs.copy_(mine)
+
+    def _in_place(self) -> torch.Tensor | None:
+        """All elements of an ordinary tensor, 1-D, if the host's memory has them as they are."""
+        tensor = self.tensor.detach()
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        return tensor.as_strided((tensor.numel(),), (1,))  # `view` keeps the stride of one element
+
+    def _in_boxes(self, elements: range, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Consecutive elements in parts that are boxes: of an ordinary tensor, and in `memory`, which has them flat."""
+        whole = Box.whole(self.tensor.shape)
+        for part in whole.boxes_of(elements):
+            theirs = self.tensor.detach()
+            for dim, (start, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
+                theirs = theirs.narrow(dim, start, size)
+            yield theirs, view_of(memory, whole, elements.start, part)
 
     def loaded(self) -> None:
         """All elements that are held were written."""
@@ -240,6 +257,7 @@ class PlaceInFile:
 IN_FLIGHT = 32 << 20
 """Bytes that are under way at a time in one direction, about."""
 
+R = TypeVar("R", bound="Window | Read | FileRead")
 T = TypeVar("T")
 
 
@@ -285,6 +303,92 @@ class UnderWay(Generic[T]):
 T = TypeVar("T")
 
 
+class Transfer(NamedTuple, Generic[R, T]):
+    """Elements that are to be read: how many bytes, what starts their read, and what they are."""
+
+    nbytes: int
+    start: Callable[[], R]
+    what: T
+
+
+def read_ahead(
+    transfers: Iterable[Transfer[R, T]], most: int = IN_FLIGHT, make_room: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[R, T]]:
+    """Start reads in their order, and give each as the first of those that are under way, with what it is.
+
+    `most`: bytes that are under way at a time, if that is more than one read. `make_room` is called where a read finds
+    no memory and none is under way; it says whether there is more now. Who takes a read closes it; those that nobody
+    took are closed in the end.
+    """
+    queue: UnderWay[tuple[R, T]] = UnderWay(most)
+    try:
+        for transfer in transfers:
+            let_through()
+            while not queue.has_room(transfer.nbytes):
+                yield queue.first
+                queue.end_first()
+            while True:
+                try:
+                    read = transfer.start()
+                    break
+                except StoreError:
+                    if make_room():
+                        continue
+                    if not queue:
+                        raise
+                    yield queue.first
+                    queue.end_first()
+            queue.add((read, transfer.what), transfer.nbytes)
+        while queue:
+            yield queue.first
+            queue.end_first()
+    finally:
+        for read, _ in queue:
+            read.close()
+
+
+def copy(
+    transfers: Iterable[Transfer[Window | Read, T]],
+    write: Callable[[torch.Tensor, T], Ticket],
+    report: Callable[[int], object],
+    in_flight: int = IN_FLIGHT,
+) -> None:
+    """Copy elements in pieces, in their order: while some are written, the next ones are read.
+
+    `write` starts to write what was read. `report` is told of bytes that were written; `in_flight`: bytes that are
+    being written at a time. Twice as many are being read: a read has arrived when the checksums of its pages were
+    compared, too.
+
+    Raises: StoreError; some is written then.
+    """
+    writes: UnderWay[tuple[Window | Read, Ticket, int]] = UnderWay(in_flight)
+
+    def end_first() -> bool:
+        if not writes:
+            return False
+        read, ticket, nbytes = writes.first
+        ticket.wait()
+        writes.end_first()
+        read.close()
+        report(nbytes)
+        return True
+
+    with closing(read_ahead(transfers, 2 * in_flight, end_first)) as reads:
+        try:
+            for read, what in reads:
+                elements = read.wait()
+                while not writes.has_room(elements.nbytes):
+                    end_first()
+                writes.add((read, write(elements, what), elements.nbytes), elements.nbytes)
+            while end_first():
+                pass
+        finally:  # nothing is written any more from what is given back
+            for read, ticket, _ in writes:
+                with contextlib.suppress(StoreError):
+                    ticket.wait()
+                read.close()
+
+
 class PieceMemory:
     """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew, as
     far as all that is free is no more than what may be under way."""
@@ -310,7 +414,7 @@ class PieceMemory:
         self._free.setdefault(memory.numel(), []).append(memory)
 
 
-class Reading:
+class FileRead:
     """A piece that is being read, and its elements when they are there and have the right checksum.
 
     Attributes:
@@ -334,6 +438,9 @@ class Reading:
         if ticket is not None and ticket.done():
             self._room.give(self._memory)
 
+    def close(self) -> None:
+        """Nothing to give back: the memory is given back with the last reference, as neighbours may share the read."""
+
     def wait(self) -> torch.Tensor:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
         if self._elements is None:
@@ -351,34 +458,24 @@ class Reading:
         return self._elements
 
 
-def readings(
-    opened: Sequence[File], pieces: Iterable[tuple[SavedTensor, SavedPiece, T]]
-) -> Iterator[tuple[Reading, T]]:
-    """The readings of pieces, in order, each with what else is said of its piece; the next ones are under way, too."""
-    memory, queue = PieceMemory(), UnderWay[tuple[Reading, T]]()
-    for saved, piece, what in pieces:
-        let_through()
-        nbytes = piece.count * saved.dtype.itemsize + piece.padding
-        while not queue.has_room(nbytes):
-            yield queue.first
-            queue.end_first()
-        queue.add((Reading(opened[piece.file], saved, piece, memory), what), nbytes)
-    while queue:
-        yield queue.first
-        queue.end_first()
+def read_pieces(
+    files: Sequence[File], pieces: Iterable[tuple[SavedTensor, SavedPiece, T]]
+) -> Iterator[tuple[FileRead, T]]:
+    """Read pieces of data files, in order, each with what else is said of it. Neighbours share the read of a piece."""
+    memory = PieceMemory()
+    known: weakref.WeakValueDictionary[tuple[int, int], FileRead] = weakref.WeakValueDictionary()
 
+    def start(saved: SavedTensor, piece: SavedPiece) -> FileRead:
+        place = piece.file, piece.offset
+        read = known.get(place)
+        if read is None:
+            read = known[place] = FileRead(files[piece.file], saved, piece, memory)
+        return read
 
-class Destination(Protocol):
-    """Memory for some elements, 1-D: wait, set them all, then `store` or `close`, once."""
-
-    def wait(self) -> torch.Tensor:
-        """The memory."""
-
-    def store(self) -> None:
-        """Send the elements to where they belong."""
-
-    def close(self) -> None:
-        """Give the memory back."""
+    return read_ahead(
+        Transfer(piece.count * saved.dtype.itemsize + piece.padding, partial(start, saved, piece), what)
+        for saved, piece, what in pieces
+    )
 
 
 class Target(Protocol):
@@ -395,72 +492,26 @@ class Target(Protocol):
     def chunks(self, elements: range) -> list[range]:
         """Some of them, in parts that are read at a time."""
 
-    def open_for_writing(self, elements: range) -> Destination:
-        """Memory for a part. The parts come in order."""
+    def overwritten(self, elements: range) -> AbstractContextManager[torch.Tensor]:
+        """A block that sets a part in memory, from where it goes to where it belongs. The parts come in order."""
 
 
-@dataclass(eq=False)
-class _Chunk:
-    """Elements that are wanted somewhere, and how many of the pieces that they are made of are still to come."""
-
-    target: Target
-    elements: range
-    left: int
-
-
-class Reader:
-    """Reads pieces from data files, each once as far as neighbours need it."""
-
-    def __init__(self, opened: Sequence[File], report: Callable[[int], object]) -> None:
-        """`report` is told of bytes that are where they belong."""
-        self._opened, self._report, self._memory = opened, report, PieceMemory()
-        self._known: weakref.WeakValueDictionary[tuple[int, int], Reading] = weakref.WeakValueDictionary()
-        self._queue: UnderWay[tuple[_Chunk, Box, Reading]] = UnderWay()
-        self._window: Destination | None = None  # over the chunk that comes first
-
-    def read(self, saved: SavedTensor, target: Target) -> None:
-        """Start to fill a target; it is full when `end` has returned."""
-        for elements in (part for held in target.held for part in target.chunks(held)):
-            let_through()
-            needed = list(needed_for(saved, target.box, elements))
-            chunk = _Chunk(target, elements, len(needed))
-            for box, piece in needed:
-                nbytes = piece.count * saved.dtype.itemsize
-                while not self._queue.has_room(nbytes):
-                    self._take_first()
-                self._queue.add((chunk, box, self._start(saved, piece)), nbytes)
-
-    def end(self) -> None:
-        """Wait until all is filled. Raises: CheckpointError, StoreError."""
-        while self._queue:
-            self._take_first()
-
-    def close(self) -> None:
-        """Give back what is open."""
-        if self._window is not None:
-            self._window.close()
-            self._window = None
-        self._queue.clear()
-
-    def _start(self, saved: SavedTensor, piece: SavedPiece) -> Reading:
-        place = piece.file, piece.offset
-        reading = self._known.get(place)
-        if reading is None:
-            reading = self._known[place] = Reading(self._opened[piece.file], saved, piece, self._memory)
-        return reading
-
-    def _take_first(self) -> None:
-        chunk, box, reading = self._queue.first
-        source = reading.wait()
-        if self._window is None:
-            self._window = chunk.target.open_for_writing(chunk.elements)
-        copy_common(self._window.wait(), chunk.target.box, chunk.elements, source, box, reading.piece.elements)
-        self._queue.end_first()
-        chunk.left -= 1
-        if not chunk.left:
-            window, self._window = self._window, None
-            window.store()
-            self._report(len(chunk.elements) * source.dtype.itemsize)
+def fill(targets: Iterable[tuple[SavedTensor, Target]], files: Sequence[File], report: Callable[[int], object]) -> None:
+    """Fill targets from data files. `report` is told of bytes that are where they belong. Raises: CheckpointError,
+    StoreError."""
+    needed = (
+        (saved, piece, (target, elements, box))
+        for saved, target in targets
+        for held in target.held
+        for elements in target.chunks(held)
+        for box, piece in needed_for(saved, target.box, elements)
+    )
+    with closing(read_pieces(files, needed)) as reads:
+        for (target, elements), pieces in groupby(reads, key=lambda found: found[1][:2]):
+            with target.overwritten(elements) as memory:
+                for read, (_, _, box) in pieces:
+                    copy_common(memory, target.box, elements, read.wait(), box, read.piece.elements)
+            report(memory.nbytes)
 
 
 def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, SavedPiece]]:
@@ -489,117 +540,6 @@ def _start(piece: SavedPiece) -> int:
     return piece.start
 
 
-class _Piece(NamedTuple):
-    """A piece under way: the window over its elements, and what writes them."""
-
-    place: PlaceInFile
-    window: Window | OrdinaryElements
-    ticket: FileTicket | None = None
-
-
-class Writer:
-    """Writes pieces to data files."""
-
-    def __init__(
-        self, files: Files, opened: Sequence[File], report: Callable[[int], object], in_flight: int = IN_FLIGHT
-    ) -> None:
-        """`report` is told of bytes that were written; `in_flight`: bytes that are being written at a time. Twice as
-        many are being read: a read has arrived when the checksums of its pages were compared, too."""
-        self._files, self._opened, self._report = files, opened, report
-        self._reading: UnderWay[_Piece] = UnderWay(2 * in_flight)
-        self._writing: UnderWay[_Piece] = UnderWay(in_flight)
-        self._sums: list[int] = []
-
-    def write(self, headers: Sequence[bytes], places: Sequence[PlaceInFile]) -> list[int]:
-        """Write the headers of the files and all pieces. Returns the checksum of each piece.
-
-        Raises: StoreError; some is written then.
-        """
-        self._sums = []
-        try:
-            begun = -1
-            for place in places:
-                let_through()
-                if place.file != begun:
-                    begun = place.file
-                    self._begin(self._opened[begun], headers[begun])
-                while not self._reading.has_room(place.nbytes):
-                    self._write_first()
-                self._reading.add(_Piece(place, self._open(place)), place.nbytes)
-            while self._reading:
-                self._write_first()
-            while self._writing:
-                self._end_first()
-        except BaseException:
-            self._give_up()
-            raise
-        return self._sums
-
-    def _begin(self, file: File, header: bytes) -> None:
-        memory = aligned_empty(len(header))
-        memory[:] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._files.start_write(file, memory.data_ptr(), 0, len(header), memory).wait()
-
-    def _open(self, place: PlaceInFile) -> Window | OrdinaryElements:
-        """A window, for which there may be room only when those that are open are gone."""
-        while True:
-            try:
-                return place.run.holding.open_for_reading(place.elements)
-            except StoreError:
-                if self._writing:
-                    self._end_first()
-                elif self._reading:
-                    self._write_first()
-                else:
-                    raise
-
-    def _write_first(self) -> None:
-        place, window, _ = self._reading.first
-        memory = window.wait()
-        known = place.run.holding.checksum(place.elements)
-        self._sums.append(crc32c_at(memory.data_ptr(), place.nbytes) if known is None else known)
-        if memory.data_ptr() % PAGE or place.nbytes % PAGE:
-            memory = _in_pages(memory, place.nbytes)
-        while not self._writing.has_room(place.nbytes):
-            self._end_first()
-        file, nbytes = self._opened[place.file], blocks(place.nbytes)
-        ticket = self._files.start_write(file, memory.data_ptr(), place.offset, nbytes, memory)
-        self._writing.add(_Piece(place, window, ticket), place.nbytes)
-        self._reading.end_first()
-
-    def _end_first(self) -> None:
-        place, window, ticket = self._writing.first
-        ticket.wait()
-        self._writing.end_first()
-        window.close()
-        self._report(place.nbytes)
-
-    def _give_up(self) -> None:
-        """Give back the windows, once nothing is written from them."""
-        for piece in (*self._writing, *self._reading):
-            if piece.ticket is not None:
-                _ended(piece.ticket)
-            piece.window.close()
-        self._writing.clear()
-        self._reading.clear()
-
-
-def _ended(ticket: FileTicket) -> None:
-    """Wait for a transfer that may fail: another failure is on its way to the caller."""
-    try:
-        ticket.wait()
-    except StoreError:
-        return
-
-
-def _in_pages(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """A copy in whole pages, with zeros behind the bytes."""
-    pages = aligned_empty(nbytes)
-    pages[:nbytes] = memory.contiguous().view(torch.uint8)
-    pages[nbytes:] = 0
-    return pages
-
-
 @torch.no_grad()
 def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """All elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
@@ -620,17 +560,12 @@ def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:
     """All elements, in order: the next piece is on its way while one is looked at."""
-    parts = pieces_of(range(held.count), held.dtype.itemsize)
-    windows = [held.window(part.start, len(part)) for part in parts[:1]]
-    try:
-        for number in range(len(parts)):
-            if number + 1 < len(parts):
-                ahead = parts[number + 1]
-                windows.append(held.window(ahead.start, len(ahead)))
-            yield windows[0].wait()
-            windows.pop(0).close()
-    finally:
-        for window in windows:
+    itemsize = held.dtype.itemsize
+    parts = pieces_of(range(held.count), itemsize)
+    transfers = (Transfer(len(part) * itemsize, partial(held.window, part.start, len(part)), None) for part in parts)
+    with closing(read_ahead(transfers, 2 * PIECE)) as reads:
+        for window, _ in reads:
+            yield window.wait()
             window.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
-from zinf_fx.checkpoint.copying import Holding, Reader, readings
+from zinf_fx.checkpoint.copying import Holding, fill, read_pieces
 from zinf_fx.checkpoint.entries import (
     LOADED_IN_PART,
     OPTIMIZER,
@@ -175,10 +175,7 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
         handles = rooms.enter_context(opened([directory / file.path for file in manifest.files]))
         adoption = Adoption(directory, manifest, matching)
         adoption.complete(handles, unwritten, report)
-        reader = rooms.enter_context(closing(Reader(handles, report)))
-        for saved, holding in sorted(adoption.others, key=_first_place):
-            reader.read(saved, holding)
-        reader.end()
+        fill(sorted(adoption.others, key=_first_place), handles, report)
     for tiers in stores:
         tiers.drain()
     for _, holding in matching.targets:
@@ -210,7 +207,7 @@ def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], obje
         if piece.file in usable
     )
     with opened([directory / manifest.files[number].path for number in usable]) as handles:
-        for reading, _ in readings(handles, pieces):
+        for reading, _ in read_pieces(handles, pieces):
             try:
                 reading.wait()
             except (CheckpointError, StoreError) as error:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint import manifest as names
 from zinf_fx.checkpoint.background import CopyBehind, Pace
-from zinf_fx.checkpoint.copying import IN_FLIGHT, Holding, PlaceInFile, SavedRun, Writer
+from zinf_fx.checkpoint.copying import IN_FLIGHT, Holding, PlaceInFile, SavedRun, Transfer, copy
 from zinf_fx.checkpoint.entries import LARGEST, Collected, Parts, between_steps, modules_in, parts_of, unwritten_in
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, opened, refusals, sync
 from zinf_fx.checkpoint.garbage_collection import discard_all, proven_in
@@ -42,7 +42,9 @@ from zinf_fx.checkpoint.sharing import Frozen, KeptInStore, NotFrozenError
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError
 from zinf_fx.interrupts import held_back
+from zinf_fx.native.engine import File, FileTicket, crc32c_at
 from zinf_fx.runtime.disk.store import Store
+from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.sizes import PAGE, blocks, in_words
@@ -285,9 +287,39 @@ def _written(
             make_file(files, path, nbytes)
     with together("writing the checkpoint", ranks):
         with opened(paths, files) as handles:
-            sums = Writer(files, handles, report, in_flight).write(layout.headers, layout.places)
+            sums = _copied(layout, handles, files, report, in_flight)
         sync(files, directory)
     return sums
+
+
+def _copied(layout: Layout, handles: Sequence[File], files: Files, report: Report, in_flight: int) -> list[int]:
+    """Copy all pieces to their places in the data files, behind the headers of these. Returns their checksums."""
+    sums: list[int] = []
+    begun = -1
+
+    def write(elements: torch.Tensor, place: PlaceInFile) -> FileTicket:
+        nonlocal begun
+        if place.file != begun:
+            begun = place.file
+            header = _in_pages(torch.frombuffer(bytearray(layout.headers[begun]), dtype=torch.uint8))
+            files.start_write(handles[begun], header.data_ptr(), 0, header.nbytes, header).wait()
+        known = place.run.holding.checksum(place.elements)
+        sums.append(crc32c_at(elements.data_ptr(), place.nbytes) if known is None else known)
+        if elements.data_ptr() % PAGE or place.nbytes % PAGE:
+            elements = _in_pages(elements)
+        return files.start_write(handles[place.file], elements.data_ptr(), place.offset, blocks(place.nbytes), elements)
+
+    places = (Transfer(place.nbytes, partial(place.run.holding.read, place.elements), place) for place in layout.places)
+    copy(places, write, report, in_flight)
+    return sums
+
+
+def _in_pages(elements: torch.Tensor) -> torch.Tensor:
+    """A copy in whole pages, with zeros behind the bytes."""
+    pages = aligned_empty(elements.nbytes)
+    pages[: elements.nbytes] = elements.contiguous().view(torch.uint8)
+    pages[elements.nbytes :] = 0
+    return pages
 
 
 def _manifest(

@@ -13,7 +13,6 @@ pieces that begin within a page, and for those whose checksum is not known, the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
@@ -22,9 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from zinf_fx.checkpoint.copying import Holding, SavedRun, readings
+from zinf_fx.checkpoint.copying import Holding, Read, SavedRun, read_pieces
 from zinf_fx.checkpoint.entries import Matching
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.manifest import Manifest, SavedFile, SavedPiece, SavedTensor, rank_of
@@ -37,7 +34,6 @@ from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.disk.stripes import UNIT, FilePart, Place
 from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -297,44 +293,19 @@ class FrozenHolding(Holding):
         start, nbytes = self._place(elements)
         return None if start % PAGE or nbytes % PAGE else self.in_store.checksum(start, nbytes, keeper=self.keeper)
 
-    def open_for_reading(self, elements: range) -> FrozenElements:
-        return FrozenElements(self, *self._place(elements))
+    def read(self, elements: range) -> Read:
+        start, nbytes = self._place(elements)
+        page = start // PAGE * PAGE
+        length = blocks(start + nbytes) - page
+        pages = mapped_empty(length) if length > _SMALL else aligned_empty(length)
+        ticket = self.in_store.read(pages.data_ptr(), page, length, owner=pages, keeper=self.keeper)
+        self.frozen.bytes_read += length
+        return Read(pages[start - page : start - page + nbytes].view(self.dtype), ticket)
 
     def _place(self, elements: range) -> tuple[int, int]:
         """The offset of consecutive elements of the run in the store, and how many bytes they are."""
         return self.first + elements.start * self.dtype.itemsize, len(elements) * self.dtype.itemsize
 
-
-class FrozenElements:
-    """The part of a `Window` that is used here, over elements that are kept."""
-
-    def __init__(self, holding: FrozenHolding, start: int, nbytes: int) -> None:
-        """Their read starts now."""
-        self._holding, self._start, self._nbytes = holding, start, nbytes
-        page = start // PAGE * PAGE
-        self._length = blocks(start + nbytes) - page
-        self._memory: torch.Tensor | None = (
-            mapped_empty(self._length) if self._length > _SMALL else aligned_empty(self._length)
-        )
-        self._ticket: Ticket = holding.in_store.read(
-            self._memory.data_ptr(), page, self._length, owner=self._memory, keeper=holding.keeper
-        )
-
-    def wait(self) -> torch.Tensor:
-        """The elements, 1-D. Raises: StoreError."""
-        self._ticket.wait()
-        self._holding.frozen.bytes_read += self._length
-        within = self._start % PAGE
-        return self._memory[within : within + self._nbytes].view(self._holding.dtype)
-
-    def close(self) -> None:
-        """Nobody uses the memory any more. Returns when a read that is under way has ended, well or not."""
-        with contextlib.suppress(StoreError):
-            self._ticket.wait()
-        self._memory = None
-
-
-log = logging.getLogger("zinf_fx")
 
 _Target = tuple[SavedTensor, Holding]
 
@@ -490,7 +461,7 @@ class Adoption:
                     yield placed.saved, placed.piece, (sums, first)
                     first += len(placed.place) // PAGE
 
-        for reading, (sums, first) in readings(opened, pieces()):
+        for reading, (sums, first) in read_pieces(opened, pieces()):
             reading.wait()
             sums.learn(first, *reading.pages)
             report(reading.nbytes)
