@@ -12,7 +12,7 @@ No rank that is merely late is taken for one that waits. One that computes is in
 first rank has started, as one with `async_op`, or whose data is on the way, is counted there. Gloo counts messages
 from one rank to another with them, so in groups of more than two ranks numbers may differ by these: there, only those
 collectives are told of which end on no rank before all have started them. A rank where several threads come to meetings
-tells nothing, and asks for nothing: what one waits for may be started by another.
+tells nothing, and asks for nothing, while more than one of them is there: what one waits for may be started by another.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Onlooker:
 
     def ask(self) -> str:
         """What another rank is in that waits for this one, which waits in a meeting; or nothing."""
-        if len(self._threads) > 1:
+        if len(self._threads_left()) > 1:
             return ""
         self._store.set("late", f"{self._arrived} {dist.get_rank()}")
         if not self._store.check(["blocked"]):
@@ -67,6 +67,11 @@ class Onlooker:
         meeting, asked, started, group, what = self._store.get("blocked").decode().split(" ", 4)
         for_this = (int(meeting), int(asked)) == (self._arrived, dist.get_rank())
         return what if for_this and _started(_resolve_process_group(group)) < int(started) else ""
+
+    def _threads_left(self) -> list[int]:
+        """Return the threads that have come to meetings and have not ended: no other one comes to the next."""
+        running = sys._current_frames()
+        return [thread for thread in list(self._threads) if thread in running]
 
     def end(self) -> None:
         """Let the thread end. In a process made by fork there is none."""
@@ -89,7 +94,8 @@ class Onlooker:
 
     def _blocked(self, waiting: int) -> str:
         """The collective this rank is in, which needs the global rank `waiting`: what `ask` reads; or nothing."""
-        frame = sys._current_frames().get(*self._threads) if len(self._threads) == 1 else None
+        threads = self._threads_left()
+        frame = sys._current_frames().get(*threads) if len(threads) == 1 else None
         while frame is not None and not _is_collective(frame):
             frame = frame.f_back
         if frame is None:
