@@ -27,7 +27,7 @@ _IMPORTED_ONCE = [
     "torch.export._trace",
     "zinf_fx",
     "zinf_fx.frontend.backend",
-    "zinf_fx.frontend.export",
+    "zinf_fx.frontend.explain",
     "zinf_fx.observe",
     "zinf_fx.optim",
     "captured",

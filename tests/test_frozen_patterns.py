@@ -17,7 +17,7 @@ from zinf_fx import StoredTensor
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError, StoredTensorError
 from zinf_fx.frontend.auto_placement import sizes_of
-from zinf_fx.frontend.each_placement import left_as_they_are
+from zinf_fx.frontend.parameters import kept_in_their_format
 from zinf_fx.plan.files.file import load_plan
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.show.table import render
@@ -177,7 +177,7 @@ def test_a_placement_counts_what_is_left_out_as_it_is():
     model = built()
     frozen = base_of(model)
     config = Config(frozen_dtype=WITHOUT_HEAD)
-    kept = left_as_they_are(config, frozen, ())
+    kept = kept_in_their_format(config, frozen, ())
     alone = sizes_of([model.head.weight], Config(), Groups())
     others = sizes_of(
         [one for name, one in frozen.items() if name != "head.weight"], Config(frozen_dtype="nf4"), Groups()

@@ -21,10 +21,9 @@ import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, ConfigError
 from zinf_fx.frontend import dividing
-from zinf_fx.frontend.abstract import abstract_inputs
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.frontend.graph_inputs import graph_inputs
+from zinf_fx.frontend.graph_inputs import abstract_inputs, graph_inputs
 from zinf_fx.frontend.micro_batches import batch_size
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.plan import Plan

@@ -236,7 +236,7 @@ def test_rules_for_another_model_are_refused(tmp_path: Path, name: str, how: Cal
     ("placement", "says"),
     [
         ({"parameters": []}, "a list of patterns with tiers"),
-        ({"parameters": [("*", "cloud")]}, "'cloud' for '\\*'; accepted: device"),
+        ({"parameters": [("*", "cloud")]}, "'cloud' for '\\*'; accepted: 'device'"),
         ({"parameters": [("*", "nvme", "host")]}, "a list of patterns with tiers"),
         ({"parameters": [(1, "nvme")]}, "pattern 1, which is no text"),
         ({"activations": [("*", "nvme")]}, "placement of activations is"),

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from zinf_fx.checkpoint.save import save_checkpoint
     from zinf_fx.checkpoint.weights import load_safetensors
     from zinf_fx.frontend.base import attach_base
-    from zinf_fx.frontend.explain import explain
-    from zinf_fx.frontend.export import export_plan
-    from zinf_fx.frontend.offload import offload, offloading
+    from zinf_fx.frontend.construction import offloading
+    from zinf_fx.frontend.explain import explain, export_plan
+    from zinf_fx.frontend.offload import offload
     from zinf_fx.observe.recording import record
     from zinf_fx.observe.stats import stats
     from zinf_fx.plan.files.file import load_plan
@@ -58,7 +58,7 @@ _LATER = {
     "optim": "zinf_fx.optim",
     "attach_base": "zinf_fx.frontend.base",
     "explain": "zinf_fx.frontend.explain",
-    "export_plan": "zinf_fx.frontend.export",
+    "export_plan": "zinf_fx.frontend.explain",
     "export_safetensors": "zinf_fx.checkpoint.export",
     "load_safetensors": "zinf_fx.checkpoint.weights",
     "load_plan": "zinf_fx.plan.files.file",
@@ -66,7 +66,7 @@ _LATER = {
     "record": "zinf_fx.observe.recording",
     "gathered": "zinf_fx.runtime.tensor.gathered",
     "offload": "zinf_fx.frontend.offload",
-    "offloading": "zinf_fx.frontend.offload",
+    "offloading": "zinf_fx.frontend.construction",
     "no_sync": "zinf_fx.runtime.gradients.reduction",
     "StoredTensor": "zinf_fx.runtime.tensor.stored_tensor",
     "stats": "zinf_fx.observe.stats",
@@ -81,8 +81,7 @@ def __getattr__(name: str) -> object:
         return import_module("zinf_fx.integrations")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("zinf_fx.frontend.replacement")  # registers what takes the place of stored parameters
-    import_module("zinf_fx.frontend.wrapping")  # warns of DistributedDataParallel around them
+    import_module("zinf_fx.frontend.module_hooks")  # registers hooks on modules with stored parameters
     for public, home in _LATER.items():
         module = import_module(home)
         globals()[public] = module if public == "optim" else getattr(module, public)

@@ -8,6 +8,17 @@ from difflib import get_close_matches
 
 from zinf_fx.errors import ConfigError
 
+LARGEST = 2**63 - 1
+"""The largest whole number that means something, as bytes, elements or ranks."""
+
+
+def shortened(value: object) -> str:
+    """A value in an error, which a long one must not flood."""
+    if isinstance(value, int) and abs(value) > LARGEST:  # of thousands of digits, perhaps, which Python won't print
+        return "a number beyond 2^63"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
 
 def did_you_mean(given: object, accepted: Iterable[str]) -> str:
     """A question to end an error with; empty where nothing that is accepted looks like it."""

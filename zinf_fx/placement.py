@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from zinf_fx.arguments import did_you_mean
+from zinf_fx.arguments import did_you_mean, shortened
 from zinf_fx.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -22,10 +22,10 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 Stage = Literal[0, 1, 2, 3]
 
 Patterns = tuple[tuple[str, Tier], ...]
-"""Of qualified names, as those of `fnmatch`, each with a tier: the first that matches a parameter's name decides."""
+"""Patterns of qualified names, as `fnmatch` has them, each with a tier: the first that matches a name decides."""
 
 Chooser = Callable[[str, "torch.Tensor"], Tier]
-"""The tier of a parameter by its qualified name and itself."""
+"""A function of a parameter's qualified name and of the parameter, which gives its tier."""
 
 # Names of parameters in an error.
 _NAMES_SHOWN = 12
@@ -36,8 +36,8 @@ class Placement:
     """The tier each kind of model state lives on between uses, and what is partitioned (ZeRO-Infinity, table 2).
 
     Attributes:
-        stage: of ZeRO, for many ranks. 1: optimizer states are partitioned; 2: gradients, too; 3: parameters, too; 0:
-            every rank has everything, as in data parallelism.
+        stage: the stage of ZeRO, for many ranks. 1: optimizer states are partitioned; 2: gradients, too; 3: parameters,
+            too; 0: every rank has everything, as in data parallelism.
     """
 
     parameters: Tier = "device"
@@ -52,7 +52,7 @@ class Placement:
         return "nvme" in (self.parameters, self.gradients, self.optimizer)
 
     def of(self, name: str, parameter: torch.Tensor) -> Placement:
-        """That of one parameter: this."""
+        """The placement of one parameter, which is this for each."""
         return self
 
 
@@ -79,13 +79,13 @@ class PlacementRules:
         return any("nvme" in self.tiers(state) for state in CHOSEN)
 
     def tiers(self, state: str) -> Collection[Tier]:
-        """Those on which this state of some parameter may live."""
+        """The tiers on which this state of some parameter may live."""
         rule = getattr(self, state)
-        found = [rule] if isinstance(rule, str) else TIERS if callable(rule) else [tier for _, tier in rule]
-        return [*found, self.frozen] if state == "parameters" and self.frozen is not None else found
+        tiers = [rule] if isinstance(rule, str) else TIERS if callable(rule) else [tier for _, tier in rule]
+        return [*tiers, self.frozen] if state == "parameters" and self.frozen is not None else tiers
 
     def of(self, name: str, parameter: torch.Tensor) -> Placement:
-        """That of one parameter. Raises: ConfigError where no pattern matches its name."""
+        """The placement of one parameter. Raises: ConfigError where no pattern matches its name."""
         chosen = {state: self._tier(state, name, parameter) for state in CHOSEN}
         if self.frozen is not None and not parameter.requires_grad:
             chosen["parameters"] = self.frozen
@@ -154,7 +154,7 @@ def in_common(placements: Mapping[str, Placement]) -> Placement | PlacementRules
 
 def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
     """A placement from a mapping of states to what is said of them. Raises: ConfigError."""
-    states = {one.name: None for kind in (Placement, PlacementRules) for one in fields(kind)}
+    states = {option.name: None for kind in (Placement, PlacementRules) for option in fields(kind)}
     said: dict[str, object] = {}
     for state, given in value.items():
         if state not in states:
@@ -181,19 +181,30 @@ def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
 def _parsed_rule(state: str, given: object) -> Patterns | Chooser:
     if callable(given):
         return given
-    is_list = isinstance(given, (list, tuple)) and given
-    if not is_list or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in given):
-        raise ConfigError(
-            f"placement of {state} is {given!r}; accepted: {', '.join(TIERS)}, a list of patterns with tiers such as "
-            "[('*lora*', 'device'), ('*', 'nvme')], or a function of name and parameter"
-        )
-    for pattern, tier in given:
+    wanted = (
+        f"{', '.join(TIERS)}, a list of patterns with tiers such as [('*lora*', 'device'), ('*', 'nvme')], or a "
+        "function of name and parameter"
+    )
+    return parsed_patterns(f"placement of {state}", given, TIERS, wanted)
+
+
+def parsed_patterns(what: str, given: object, accepted: Sequence[T], wanted: str) -> tuple[tuple[str, T], ...]:
+    """Patterns of names, each with one of the accepted values. `what` has them, and `wanted` says what it takes.
+
+    Raises: ConfigError for anything else.
+    """
+    pairs = given if isinstance(given, (list, tuple)) else ()
+    if not pairs or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(f"{what} is {shortened(given)}; accepted: {wanted}")
+    for pattern, value in pairs:
         if not isinstance(pattern, str):
-            raise ConfigError(f"placement of {state} has the pattern {pattern!r}, which is no text")
-        if tier not in TIERS:
-            meant = did_you_mean(tier, TIERS)
-            raise ConfigError(f"placement of {state} has {tier!r} for {pattern!r}; accepted: {', '.join(TIERS)}{meant}")
-    return tuple((pattern, tier) for pattern, tier in given)
+            raise ConfigError(f"{what} has the pattern {shortened(pattern)}, which is no text")
+        if value not in accepted:
+            meant = did_you_mean(value, [name for name in accepted if isinstance(name, str)])
+            raise ConfigError(
+                f"{what} has {shortened(value)} for {pattern!r}; accepted: {', '.join(map(repr, accepted))}{meant}"
+            )
+    return tuple((pattern, value) for pattern, value in pairs)
 
 
 def check_patterns(
@@ -221,9 +232,9 @@ def first_match(
     what: str, patterns: Sequence[tuple[str, T]], name: str, names: Collection[str] = (), value: str = "tier"
 ) -> T:
     """What stands beside the first pattern that matches a name. Raises: ConfigError where none does."""
-    for pattern, found in patterns:
+    for pattern, given in patterns:
         if fnmatchcase(name, pattern):
-            return found
+            return given
     tried = ", ".join(repr(pattern) for pattern, _ in patterns)
     raise ConfigError(
         f"{what} says nothing of parameter '{name}', which none of its patterns {tried} matches: add "

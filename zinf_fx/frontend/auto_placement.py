@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zinf_fx.adam import AdamStates
 from zinf_fx.config import Config
-from zinf_fx.frontend.quantising import form_of
+from zinf_fx.frontend.parameters import form_of
 from zinf_fx.machine.machine import ranks_per_node
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.hardware import Hardware, load

@@ -1,10 +1,20 @@
-"""`torch.compile(model, backend="zinf", options={...})`."""
+"""`torch.compile(model, backend="zinf", options={...})`.
+
+[Note: relative paths]
+The backend sees the options that `torch.compile` is given when the first graph is compiled. A program may have gone to
+another directory by then, and again before the next graph. Relative paths are meant from the working directory when
+they were given: of a model, when it was compiled; of a function, and with `module.compile()`, nothing is known before
+the first graph. What `torch.compile` made of the backend gives absolute ones from then on; a dict of the program's own
+stays as it is, and may be given again in another directory.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,43 +22,42 @@ import torch
 from torch import fx
 from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.source import AttrSource, SubclassAttrListSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import TracingContext
+from torch._guards import Guard, GuardsSet, TracingContext
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-import zinf_fx.frontend.replacement  # registers what takes the place of stored parameters
-import zinf_fx.frontend.wrapping  # warns of DistributedDataParallel around them
+import zinf_fx.frontend.module_hooks  # registers hooks on modules with stored parameters
 import zinf_fx.optim  # noqa: F401  (registers what stored tensors need in any optimizer)
 from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import PRESETS, Config
-from zinf_fx.errors import ConfigError
-from zinf_fx.frontend.abstract import abstract_inputs
+from zinf_fx.environment import path_from
+from zinf_fx.errors import ConfigError, ZinfError
 from zinf_fx.frontend.auto_placement import by_rule_here, sizes_of
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.dividing import decided_division
-from zinf_fx.frontend.each_placement import (
+from zinf_fx.frontend.decisions import at_first_call, decided_division
+from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
+from zinf_fx.frontend.graph_inputs import abstract_inputs, input_names, tables_in
+from zinf_fx.frontend.micro_batches import mark_batch
+from zinf_fx.frontend.offload import decided, offload_parameters
+from zinf_fx.frontend.parameters import (
     check_not_contradicted,
     check_rules,
     check_stage,
-    left_as_they_are,
+    is_ordinary,
+    kept_in_their_format,
     options_of_states,
     placed,
     placement_of_all,
     stored_among,
+    warn_of_nothing_quantised,
+    warn_of_staying,
 )
-from zinf_fx.frontend.given_paths import keep_absolute, working_directory
-from zinf_fx.frontend.given_plan import check_offloaded, options_with, plans_given
-from zinf_fx.frontend.graph_inputs import input_names
-from zinf_fx.frontend.guards import drop_implied_guards, hold_shapes
-from zinf_fx.frontend.micro_batches import mark_batch
-from zinf_fx.frontend.offload import decided, offload_parameters
-from zinf_fx.frontend.placement import at_first_call
-from zinf_fx.frontend.quantising import note_nothing_quantised, tables_in
-from zinf_fx.frontend.refusal import refusing
-from zinf_fx.frontend.staying import is_ordinary, note_staying
+from zinf_fx.lines import line_of
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.sharding import Groups
@@ -59,6 +68,8 @@ from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded, found_by_f
 from zinf_fx.sizes import in_words
 
 log = logging.getLogger("zinf_fx")
+
+_PATHS = ("store", "plan")
 
 
 def zinf(
@@ -73,7 +84,7 @@ def zinf(
     Raises: ConfigError for options that are unknown, or contradict how the model was offloaded; PlanError for a plan of
     another model, PlanFileError for a file that is none. Whoever called the compiled function gets these as they are.
     """
-    with refusing(module):
+    with _refusing(module):
         return _compiled_graph(module, inputs, options, unknown)
 
 
@@ -87,12 +98,12 @@ def _compiled_graph(
         )
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is a {type(options).__name__}: give a dict, such as {{'placement': 'nvme'}}")
-    options = keep_absolute(_backend_that_compiles(), options or {}, working_directory())
+    options = _keep_absolute(_backend_that_compiles(), options or {}, _working_directory())
     plans = plans_given(options.get("plan"))
     options = options_with(plans, {name: value for name, value in options.items() if name != "plan"})
     requested = Config.of(None, options)
-    drop_implied_guards(module, inputs)
-    hold_shapes(module, inputs)
+    _drop_implied_guards(module, inputs)
+    _hold_shapes(module, inputs)
     plain = [value for value in inputs if is_ordinary(value)]
     stored = stored_among(zip(input_names(module), inputs, strict=True))
     in_force = _config_in_force(stored, options, requested, plans) if stored else requested
@@ -156,7 +167,7 @@ def _offloaded(
     division = division or decided_division(module, abstract, config, seen=inputs)
     compiled = Capture(module, abstract, config, plans, seen=inputs, division=division).compile()
     names = input_names(module)
-    note_staying(dict(zip(names, inputs, strict=True)))
+    warn_of_staying(dict(zip(names, inputs, strict=True)))
     leaving: dict[str, torch.nn.Parameter] = {}
     for number, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if is_ordinary(value):
@@ -170,7 +181,7 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     """A module that `torch.compile` wraps, seen as a whole: Dynamo shows a backend the graphs that it captured, and
     nothing of the code that it left to Python. Functions, and `module.compile()`, make no such wrapper."""
     if name == "_orig_mod" and isinstance(parent, OptimizedModule):
-        before = partial(_about_to_be_called, working_directory())
+        before = partial(_about_to_be_called, _working_directory())
         parent.register_forward_pre_hook(before, with_kwargs=True)
         parent.register_forward_hook(_first_called)
 
@@ -183,7 +194,7 @@ def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any, 
     """
     if torch.compiler.is_compiling():  # as a part of another module, whose names the rules are for
         return
-    options = keep_absolute(_backend_of(optimized), _options_of(optimized) or {}, start)
+    options = _keep_absolute(_backend_of(optimized), _options_of(optimized) or {}, start)
     if options.get("micro_batches", 1) != 1 and getattr(optimized.dynamo_ctx, "_dynamic", None):
         mark_batch([arguments, keywords])
     rules = {name: options[name] for name in ("placement", "frozen_dtype") if name in options}
@@ -233,7 +244,7 @@ def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> No
         if options.get("frozen_dtype") is not None:
             model = optimized._orig_mod
             config = Config.of(None, {"frozen_dtype": options["frozen_dtype"]})
-            note_nothing_quantised(config, model.parameters(), tables_of(model.modules()))
+            warn_of_nothing_quantised(config, model.parameters(), tables_of(model.modules()))
 
 
 def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
@@ -252,7 +263,7 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     if _in_ddp(config, model):
         return
     ranks, parameters = Ranks.of(config), list(rest.values())
-    tables = left_as_they_are(config, rest, tables_of(model.modules()))
+    tables = kept_in_their_format(config, rest, tables_of(model.modules()))
     if config.placement == "auto" and ranks.size == 1:
         sizes = sizes_of(parameters, config, ranks.groups, tables)
         alone = by_rule_here(config, parameters, ranks.groups, sizes, "no captured graph uses them")
@@ -270,7 +281,7 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
         )
         return
     check_not_sharded(model)
-    note_staying(present)
+    warn_of_staying(present)
     offload_parameters(rest, decided(config, parameters, tables=tables), tables)
     log.warning(
         "Dynamo captured nothing of %s that uses a parameter. Its %d parameters, %s, are stored, and each operation "
@@ -302,3 +313,108 @@ def _in_ddp(requested: Config, model: torch.nn.Module | None = None) -> bool:
         raise ConfigError(f"{message}. Nothing was moved; asked for was placement={requested.placement}")
     warnings.warn(f"{message}. Nothing is moved", stacklevel=2)
     return True
+
+
+def _working_directory() -> str:
+    """Where the program is; an empty text where the directory is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _keep_absolute(backend: object, options: Mapping[str, object], start: str) -> dict[str, object]:
+    """A copy of options in which all paths are absolute: see [Note: relative paths]. If `backend` is what
+    `torch.compile` made of this one for these options, it gives that copy from now on.
+
+    Raises: ConfigError for relative paths, where `start`, the directory from which they are meant, is gone.
+    """
+
+    def begin() -> str:
+        if start:
+            return start
+        raise ConfigError(
+            f"paths among the options {dict(options)} are relative, and the working directory is gone: name them from "
+            "the root"
+        )
+
+    def absolute(given: object) -> object:
+        if isinstance(given, (list, tuple)):
+            return [absolute(member) for member in given]
+        is_path = isinstance(given, (str, os.PathLike)) and os.fspath(given)  # an empty one is refused where it is read
+        return os.fspath(path_from(begin, given)) if is_path else given
+
+    kept = {name: absolute(value) if name in _PATHS else value for name, value in options.items()}
+    arguments = getattr(backend, "kwargs", {})
+    if arguments.get("options") is options:
+        backend.kwargs = {**arguments, "options": kept}
+    return kept
+
+
+def _drop_implied_guards(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Drop the guards on what stored tensors among the inputs of Dynamo's graph `module` are made of. Every tensor of
+    this type has a token, which is one number on the CPU, and guards on the type, and on the metadata, are left.
+
+    In a backend, before it returns: then Dynamo makes its checks of the guards that there are.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    stored = {
+        node._dynamo_source for node, value in zip(placeholders, inputs, strict=True) if isinstance(value, StoredTensor)
+    }
+    context = TracingContext.get().guards_context
+
+    def is_implied(guard: Guard) -> bool:
+        source = guard.originating_source
+        is_token = isinstance(source, AttrSource) and source.member == "token"
+        return (is_token or isinstance(source, SubclassAttrListSource)) and source.base in stored
+
+    if stored:
+        guards = context.dynamo_guards
+        context.dynamo_guards = GuardsSet(type(guards.inner)(guard for guard in guards if not is_implied(guard)))
+
+
+def _hold_shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Have Dynamo make another graph of `module` for stored tensors of other shapes, as it does for parameters in
+    memory: a plan moves so many bytes. In a backend, before it returns."""
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        seen = node.meta.get("example_value")
+        if isinstance(value, StoredTensor) and isinstance(seen, torch.Tensor):
+            for size in seen.shape:
+                int(size)  # which makes a guard of one that is variable
+
+
+class _Refusal(BackendCompilerFailed):
+    """Carries an error of ours through Dynamo, which would wrap any other exception, to the compiled function's caller.
+
+    There, Dynamo raises what `remove_dynamo_frames` returns. Until then it is what a failing backend raises, so that
+    Dynamo keeps nothing of the attempt, and the next call compiles again.
+    """
+
+    def remove_dynamo_frames(self) -> ZinfError:
+        return self.inner_exception
+
+
+@contextmanager
+def _refusing(module: fx.GraphModule) -> Iterator[None]:
+    """A block that compiles a graph, and whose errors of ours say which it is."""
+    try:
+        yield
+    except ZinfError as error:
+        if place := _place(module):
+            error.add_note(f"This was said of the graph that begins here:\n{place}")
+        if TracingContext.try_get() is None:  # not called by Dynamo
+            raise
+        raise _Refusal(_named_zinf, error, None) from error
+
+
+def _named_zinf() -> None:
+    """Gives the backend's name to Dynamo's log."""
+
+
+_named_zinf.__name__ = "zinf"
+
+
+def _place(module: fx.GraphModule) -> str:
+    """The line of the model's code that the first operation of a graph is from; empty: it isn't known."""
+    operations = (node for node in module.graph.nodes if node.op != "placeholder" and node.stack_trace)
+    return next(map(line_of, operations), "")

@@ -17,9 +17,8 @@ from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFile
 from zinf_fx.checkpoint.weights import check_format, fill, located, quantised_as
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
-from zinf_fx.frontend.each_placement import configs_of
 from zinf_fx.frontend.offload import decided, replace_in_place
-from zinf_fx.frontend.staying import is_ordinary
+from zinf_fx.frontend.parameters import configs_of, is_ordinary
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -19,23 +20,25 @@ from torch._guards import TracingContext, tracing
 from torch.utils._pytree import tree_leaves
 
 from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError
-from zinf_fx.frontend.agreement import Agreement
-from zinf_fx.frontend.each_placement import placed, placement_of_all
-from zinf_fx.frontend.equal_values import replicas_of
+from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.frontend.agreement import Agreement, replicas_of
 from zinf_fx.frontend.given_plan import about_given, plan_for
 from zinf_fx.frontend.graph_inputs import (
+    GraphInput,
+    gradient_positions,
     graph_inputs,
     origin_of,
     roles_of,
     sharing_memory,
+    taking_local,
+    tiles_of,
+    traced,
     unmoved_bytes,
     written_behind,
 )
-from zinf_fx.frontend.local_inputs import taking_local, traced
 from zinf_fx.frontend.micro_batches import hold_sizes, of_one_micro_batch
-from zinf_fx.frontend.parameter_writes import noted_writes, refusing_lost_writes
-from zinf_fx.frontend.tiles import gradient_positions, tiles_of
+from zinf_fx.frontend.parameters import placed, placement_of_all
+from zinf_fx.lines import line_of
 from zinf_fx.machine.rates import measured
 from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
@@ -44,6 +47,7 @@ from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
 from zinf_fx.passes.ir.rewriting import copied, copied_module
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
+from zinf_fx.passes.lowering.parameter_writes import note_writes
 from zinf_fx.passes.lowering.written_inputs import snapshot_written_inputs
 from zinf_fx.passes.pipeline import plan_inference, plan_of, plan_training, run_passes
 from zinf_fx.plan.memory.use import peak_host_bytes
@@ -57,6 +61,7 @@ from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, 
 from zinf_fx.runtime.gradients.leaf import compiled_nodes, refuse_second_derivatives
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.view_writes import is_written, watching
 
 log = logging.getLogger(__name__)
 
@@ -369,6 +374,61 @@ class Capture:
         run = torch.compiler.disable(lambda arguments: program(arguments))
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
+
+
+def noted_writes(graph: fx.Graph, groups: Groups) -> dict[str, int]:
+    """By token, how often a graph writes to a parameter. See [Note: written parameters].
+
+    Raises: StoredTensorError where many ranks have the parameter.
+    """
+    counts: Counter[str] = Counter()
+    for write in note_writes(graph):
+        token, value = write.args
+        if groups.replicas * groups.shards > 1:
+            raise StoredTensorError(
+                f"the compiled graph writes to a stored parameter ({line_of(value)}) that many ranks train together: "
+                "write to it outside of the compiled region, in a function under torch.compiler.disable"
+            )
+        counts[token.name] += 1
+    return dict(counts)
+
+
+@contextmanager
+def refusing_lost_writes(module: fx.GraphModule, inputs: Sequence[GraphInput]) -> Iterator[None]:
+    """A block that captures Dynamo's graph `module`.
+
+    Raises: StoredTensorError when the graph writes to a view of a stored tensor, or to a DTensor that it makes of one:
+    the value would be lost.
+    """
+    with watching() as watched:
+        yield
+    if is_written(watched):
+        places = "; ".join(_writes(module, inputs)) or "no line is known"
+        raise StoredTensorError(
+            f"the compiled graph writes to a view of a stored parameter, or to a DTensor ({places}), and the write "
+            "would be lost: write to it outside of the compiled region, in a function under torch.compiler.disable"
+        )
+
+
+def _writes(module: fx.GraphModule, inputs: Sequence[GraphInput]) -> list[str]:
+    """Where operations that write in place take what comes from a stored parameter: its name, and the line."""
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    sources = {node: graph_input.name for node, graph_input in placeholders if graph_input.is_stored}
+    places: list[str] = []
+    for node in module.graph.nodes:
+        source = next((sources[argument] for argument in node.all_input_nodes if argument in sources), None)
+        if source is None or node.op == "output":
+            continue
+        if _is_in_place(node):
+            places.append(f"'{source}': {line_of(node)}")
+        if isinstance(node.meta.get("example_value"), torch.Tensor):
+            sources[node] = source
+    return list(dict.fromkeys(places))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_of_overlap(error: RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-"""Plans of models that don't run: `explain`, and what it is made of.
+"""Plans of models that don't run: `explain`, `export_plan`, and what they are made of.
 
 A model is planned through a twin: the same modules, whose parameters are stored tensors without bytes. The twin is
 captured as `torch.compile(model, backend="zinf")` would capture the model, but what is compiled computes nothing. So
@@ -25,19 +25,19 @@ from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.config import LARGEST, Config, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
-from zinf_fx.frontend.abstract import abstract_parameter
-from zinf_fx.frontend.each_placement import (
+from zinf_fx.frontend.offload import decided
+from zinf_fx.frontend.parameters import (
+    abstract_parameter,
     check_not_contradicted,
     check_rules,
     configs_of,
-    left_as_they_are,
+    kept_in_their_format,
     options_given,
     options_of_states,
     placement_of_all,
+    stays,
     stored_among,
 )
-from zinf_fx.frontend.offload import decided
-from zinf_fx.frontend.staying import stays
 from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.placement.decision import Decision
@@ -52,7 +52,7 @@ from zinf_fx.runtime.tensor.local_parameter import stored_in
 from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 
 if TYPE_CHECKING:
-    from zinf_fx.frontend.dividing import Divisions, PlannedGraph
+    from zinf_fx.frontend.decisions import Divisions, PlannedGraph
 
 
 def explain(
@@ -69,6 +69,38 @@ def explain(
     Options (`state_dtype` among them) and errors are those of `plan_model`.
     """
     return plan_model(model, example_inputs, config, world_size=world_size, replicas=replicas, **fields).text()
+
+
+def export_plan(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config | None = None,
+    world_size: int = 1,
+    replicas: int = 1,
+    hardware: Hardware | None = None,
+    **fields: object,
+) -> Plan:
+    """The plan of `model(*example_inputs)` (a mapping: keyword arguments), to be saved and used elsewhere:
+    `plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
+
+    Needs no store, GPU or weights: the model may be on the meta device, and is neither changed nor run. Forward and
+    backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
+
+    Args:
+        config, fields: the options to plan with, as for `zinf_fx.offload`; and `state_dtype` and `master_dtype`,
+            as of the optimizer.
+        world_size: ranks that train together.
+        replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
+        hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
+            (`activations="auto"`) are weighed with its rates; default those that are measured here, where the store is
+            there if they depend on it, and else nominal ones.
+
+    Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
+    captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
+    """
+    check_model(model, "export_plan")
+    ranks = {"world_size": world_size, "replicas": replicas}
+    return plan_model(model, example_inputs, config, hardware=hardware, **ranks, **fields).only("a plan file")
 
 
 @dataclass(frozen=True)
@@ -148,7 +180,7 @@ def plan_model(
     # The compiler takes seconds to import.
     from torch._dynamo.exc import BackendCompilerFailed
 
-    from zinf_fx.frontend.placement import decided_for
+    from zinf_fx.frontend.decisions import decided_for
 
     model = getattr(model, "_orig_mod", model)
     if not isinstance(world_size, int) or not 1 <= world_size <= LARGEST:
@@ -197,7 +229,7 @@ def plan_model(
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             named = by_plain_name(model, model.named_parameters())
-            tables = left_as_they_are(in_force, named, tables_of(model.modules()))
+            tables = kept_in_their_format(in_force, named, tables_of(model.modules()))
             decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
@@ -310,7 +342,7 @@ class _Planner:
         return torch.compile(call, backend=self, dynamic=self.config.micro_batches != 1, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from zinf_fx.frontend.dividing import Divisions
+        from zinf_fx.frontend.decisions import Divisions
 
         graph = Divisions(module, inputs, self.config, self.groups, self.rates)
         graph.capture()  # which Dynamo may call for again where this fails

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, PlanError
-from zinf_fx.frontend.each_placement import placed
+from zinf_fx.frontend.parameters import placed
 from zinf_fx.passes.ir.fingerprint import check_same
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.codec import shared_options

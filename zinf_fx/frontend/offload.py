@@ -1,81 +1,61 @@
-"""Parameters leave for their tier: of a model that exists, or of one that is being built."""
+"""The parameters of a model that exists leave for their tier."""
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.nn.parameter import is_lazy
 
 from zinf_fx.arguments import check_model
 from zinf_fx.checkpoint.copying import replace
 from zinf_fx.checkpoint.models import by_plain_name
-from zinf_fx.config import Config
-from zinf_fx.errors import ConfigError, StoredTensorError
+from zinf_fx.compat import bitsandbytes
+from zinf_fx.compat.safetensors import MappedFiles, place_in_file
+from zinf_fx.config import Config, Options
 from zinf_fx.frontend.auto_placement import placed_by_rule
-from zinf_fx.frontend.built_names import BuiltNames
-from zinf_fx.frontend.composed import Composed
-from zinf_fx.frontend.converting import Converting
-from zinf_fx.frontend.each_placement import (
+from zinf_fx.frontend.packing import packs_of
+from zinf_fx.frontend.parameters import (
+    attributes_to_carry,
+    check_disjoint,
     check_not_contradicted,
     check_rules,
     check_stage,
+    check_storable,
     configs_of,
-    left_as_they_are,
+    form_of,
+    is_ordinary,
+    kept_in_their_format,
     options_given,
+    stays,
     stored_among,
+    warn_of_layouts,
+    warn_of_nothing_quantised,
+    warn_of_staying,
 )
-from zinf_fx.frontend.packing import bring_together, packs_of
-from zinf_fx.frontend.quantising import form_of, note_nothing_quantised
-from zinf_fx.frontend.staying import is_ordinary, note_layouts, note_staying, stays
 from zinf_fx.interrupts import held_back
-from zinf_fx.placement import PlacementRules
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
-from zinf_fx.quantisation import can_be_quantised, is_table, tables_of
+from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
 from zinf_fx.runtime.gradients.spaces import reserve_gradients
-from zinf_fx.runtime.memory.device import check_device, device_of
-from zinf_fx.runtime.memory.heap import pass_through, trim_heap
-from zinf_fx.runtime.memory.mapped import MappedFiles, place_in_file
+from zinf_fx.runtime.memory.device import device_of
+from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.annotated import annotate, annotations_of, codes_kept, has_annotated_codes, keep_layout
 from zinf_fx.runtime.tensor.home import Home
-from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, placed_as, stored_parameter
+from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, made_of, placed_as, stored_in
 from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
 from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, take_implementation
-from zinf_fx.runtime.tensor.tensor_parallel import (
-    check_distributed,
-    check_not_sharded,
-    check_ranks,
-    found_by_first,
-    groups_of,
-    with_ranks,
-)
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, carry, take_implementation
+from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded, found_by_first, groups_of, with_ranks
 from zinf_fx.runtime.tensor.tiers import Tiers, drain_after
 
-T = TypeVar("T")
-
-# Bytes of mapped files that may have been read before their memory is given back to the system.
-_MAPPED_AT_ONCE = 64 << 20
-
-# transformers' `from_pretrained` looks for it in the environment at each call. Unless it is set, threads read and
-# convert a whole checkpoint ahead of the modules that take its tensors over.
-_LOADS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+M = TypeVar("M", bound=torch.nn.Module)
 
 
-def offload(model: torch.nn.Module, config: Config | None = None, **fields: object) -> torch.nn.Module:
+def offload(model: M, config: Config | None = None, **options: Unpack[Options]) -> M:
     """Move the parameters of `model` to their tier, in place, and return the model.
 
     Every parameter stays the same object, so optimizers and tied weights go on working. Buffers stay where they are.
@@ -91,147 +71,31 @@ def offload(model: torch.nn.Module, config: Config | None = None, **fields: obje
     model is as before then.
     """
     check_model(model, "offload")
-    given = options_given(config, fields)
-    config = Config.of(config, fields)
+    given = options_given(config, options)
+    config = Config.of(config, options)
     check_not_sharded(model)
     present = by_plain_name(model, model.named_parameters())
     check_rules(config, present, model)
     hint = "what is stored keeps its options, so give the same ones, or offload an ordinary model"
     check_not_contradicted(config, given, stored_among(present.items()), hint)
-    composed = Composed(present)
-    annotated = {name: parameter for name, parameter in present.items() if has_annotated_codes(parameter)}
-    note_staying({name: one for name, one in present.items() if name not in composed.whole | annotated})
-    ordinary = {name: parameter for name, parameter in present.items() if is_ordinary(parameter)} | annotated
-    note_layouts(ordinary)
-    parameters = ordinary | composed.parts
-    tables = left_as_they_are(config, ordinary | composed.whole, tables_of(model.modules()))
-    config = decided(config, list(parameters.values()), tables=tables)
-    configs = configs_of(config, ordinary | composed.whole)
-    configs |= {part: configs[whole] for part, whole in composed.whole_of.items()}
-    with codes_kept(model):
-        offload_parameters(parameters, config, tables, configs)
-    composed.put_together()
-    note_nothing_quantised(config, present.values(), tables)
+    subclasses = Subclasses(present)
+    with_codes = {name: value for name, value in present.items() if bitsandbytes.has_codes(value)}
+    warn_of_staying({name: value for name, value in present.items() if name not in subclasses.whole | with_codes})
+    ordinary = {name: value for name, value in present.items() if is_ordinary(value)} | with_codes
+    warn_of_layouts(ordinary)
+    leaving = ordinary | subclasses.parts
+    unquantised = kept_in_their_format(config, ordinary | subclasses.whole, tables_of(model.modules()))
+    config = decided(config, list(leaving.values()), tables=unquantised)
+    configs = configs_of(config, ordinary | subclasses.whole)
+    configs |= {part: configs[whole] for part, whole in subclasses.whole_of.items()}
+    with bitsandbytes.codes_kept(model):
+        offload_parameters(leaving, config, unquantised, configs)
+    subclasses.put_together()
+    warn_of_nothing_quantised(config, present.values(), unquantised)
     for name, buffer in by_plain_name(model, model.named_buffers()).items():
         if not buffer.is_meta:
             Ranks.of(config).broadcast(local_part(buffer), f"buffer '{name}'")
     return model
-
-
-@contextmanager
-def offloading(config: Config | None = None, **fields: object) -> Iterator[None]:
-    """Partitioned construction: parameters of models built in this block leave as each submodule is built.
-
-    A module's parameters leave when another module registers one, or a parent takes the module over; what is left
-    leaves at the end of the block, where small ones of one kind are brought together. What initialises them later
-    writes to the store. So the model is never whole in memory, and its initial values are those of an ordinary
-    construction with the same seed. Parameters on the meta device, and lazy ones, stay as they are.
-
-    In the block, the environment has HF_DEACTIVATE_ASYNC_LOAD=1 unless it has that variable already: with it,
-    transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
-    """
-    config = decided(Config.of(config, fields), None)
-    if isinstance(config.placement, PlacementRules):
-        raise ConfigError(
-            "placement has rules for single parameters, and those of a model that is being built have no names yet: "
-            "give a tier for all, or build the model outside of offloading() and call offload() then"
-        )
-    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    if config.placement.parameters == "nvme":
-        _ = tiers.store  # a directory that can't be used shows before anything is built
-    present: list[weakref.ref[torch.nn.Parameter]] = []  # those of `current` that have not left
-    modules: list[weakref.ref[torch.nn.Module]] = []
-    keys: set[int] = set()  # of the storages made in this block
-    staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-    tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-    current: weakref.ref[torch.nn.Module] | None = None
-    names = BuiltNames()
-    mapped = MappedFiles(_MAPPED_AT_ONCE, config.stores[0])
-
-    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        nonlocal current
-        if current is None or current() is not module:
-            leave()
-            current = weakref.ref(module)
-            modules.append(current)
-        if parameter is None:
-            return
-        if is_table(module) and stored_parameter(parameter) is None:
-            tables[id(parameter)] = weakref.ref(parameter)
-        if has_annotated_codes(parameter):
-            keep_layout(module)
-        before = module._parameters.get(name)
-        if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
-            store(parameter, names.of(module, name))
-            mapped.trim()
-        else:
-            present.append(weakref.ref(parameter))
-
-    def take_over(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-        names.add(parent, name, module)
-        for parameter in module.parameters() if module is not None else ():
-            store(parameter)
-        present[:] = [ref for ref in present if ref() is not None and stored_parameter(ref()) is None]
-
-    def leave() -> None:
-        while present:
-            if (parameter := present.pop()()) is not None:
-                store(parameter)
-
-    def store(parameter: torch.nn.Parameter, loaded_as: str | None = None) -> None:
-        if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
-            return
-        if stays(parameter) and not has_annotated_codes(parameter):
-            staying[id(parameter)] = weakref.ref(parameter)  # it is met again in each module around its own
-            return
-        check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        check_ranks(config, [parameter])
-        table = tables.pop(id(parameter), None)  # converting a module refuses parameters that anybody holds weakly
-        is_looked_up = table is not None and table() is parameter
-        own = config
-        if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
-            own = names.config_of(config, loaded_as, parameter.shape)
-            if own.frozen_dtype is not None:
-                parameter.requires_grad_(False)
-        form = form_of(parameter, own, {id(parameter)} if is_looked_up else ())
-        twins = _all_reserved({"": parameter}, {"": form}, tiers, {"": own}, owners)
-        # The twin gets the memory of `parameter`, and must not be kept.
-        replace_in_place(parameter, _written(parameter, twins.pop(), mapped if loaded_as else None))
-        pass_through(parameter.nbytes)
-        if isinstance(parameter, StoredTensor):  # not a DTensor, whose local tensor isn't moved
-            keys.add(parameter.storage.key)
-
-    handles = [
-        register_module_parameter_registration_hook(register),
-        register_module_module_registration_hook(take_over),
-    ]
-    before = os.environ.get(_LOADS_IN_TURN)
-    try:
-        os.environ.setdefault(_LOADS_IN_TURN, "1")
-        with Converting(mapped) if config.placement.parameters == "nvme" else nullcontext():
-            yield
-        leave()
-        tiers.drain()
-        bring_together(_stored_in(_living(modules), keys))
-        names.check(config, _living(modules))
-        note_nothing_quantised(config, _stored_in(_living(modules), keys))
-        stay = _living(staying.values())
-        note_staying({f"number {n} of shape {tuple(one.shape)}": one for n, one in enumerate(stay, start=1)})
-    finally:
-        if before is None:
-            os.environ.pop(_LOADS_IN_TURN, None)
-        for handle in handles:
-            handle.remove()
-
-
-def _living(several: Iterable[weakref.ref[T]]) -> list[T]:
-    return [one for one in (ref() for ref in several) if one is not None]
-
-
-def _stored_in(modules: Iterable[torch.nn.Module], keys: Collection[int]) -> list[StoredTensor]:
-    """Of the parameters that modules have of their own, those in storages of these keys."""
-    several = {id(one): one for module in modules for one in module._parameters.values()}
-    return [one for one in several.values() if isinstance(one, StoredTensor) and one.storage.key in keys]
 
 
 def offload_parameters(
@@ -241,7 +105,7 @@ def offload_parameters(
     configs: Mapping[str, Config] | None = None,
 ) -> None:
     """Move ordinary parameters, by name, and their gradients to their tiers, keeping the objects' identity. `tables`:
-    ids of those that are looked up by rows; `configs`: the options of each, where its own name doesn't say them.
+    ids of those that are not to be quantised; `configs`: the options of each, where its own name doesn't say them.
 
     Space is reserved for all of them first, and what goes to disk has arrived there before any of them changes, so
     that all are as before if this raises. In memory, where nothing can fail then, they move one after the other; what
@@ -249,16 +113,16 @@ def offload_parameters(
     """
     for name, parameter in parameters.items():
         check_storable(parameter, f"parameter '{name}'")
-    _check_disjoint(parameters)
+    check_disjoint(parameters)
     configs = configs_of(config, parameters) if configs is None else configs
     forms = {name: form_of(parameter, configs[name], tables) for name, parameter in parameters.items()}
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-    twins = _all_reserved(parameters, forms, tiers, configs, owners)
-    to_disk = any(t.base.tier == "nvme" for twin in twins for t in (twin, twin.grad) if t is not None)
+    twins = reserved_twins(parameters, forms, tiers, configs, owners)
+    to_disk = any(tensor.base.tier == "nvme" for twin in twins for tensor in (twin, twin.grad) if tensor is not None)
     if to_disk:
         try:
             for parameter, twin in zip(parameters.values(), twins, strict=True):
-                _written(parameter, twin)
+                with_value(parameter, twin)
         except BaseException as error:
             drain_after(error, [tiers])
             raise
@@ -268,41 +132,44 @@ def offload_parameters(
     twins.reverse()
     for parameter in parameters.values():
         twin = twins.pop()  # gets the memory of `parameter`, and must not be kept
-        replace_in_place(parameter, twin if to_disk else _written(parameter, twin))
+        replace_in_place(parameter, twin if to_disk else with_value(parameter, twin))
     twin = None
     trim_heap()
 
 
-def _all_reserved(
+def reserved_twins(
     parameters: Mapping[str, torch.nn.Parameter],
     forms: Mapping[str, Form],
     tiers: Tiers,
     configs: Mapping[str, Config],
     owners: Owners,
 ) -> list[StoredTensor]:
-    """Of each parameter, what `_reserved` gives, by the options of its own: those side by side that may move together,
-    which have the same."""
+    """For each parameter, a stored one without a value yet that is to take its place, by the options of its own. Those
+    that may move together, which have the same options, are side by side."""
     homes: dict[str, tuple[Home, int]] = {}
     packs = packs_of(parameters, forms, configs)
     for names in packs:
         dtype, device, config = forms[names[0]].dtype, device_of(parameters[names[0]].device), configs[names[0]]
-        *starts, end = starts_of((_held_of(forms[name], config, Ranks.of(config)) for name in names), dtype)
+        *starts, end = starts_of((_held(forms[name], config, Ranks.of(config)) for name in names), dtype)
         home = Home(tiers, config.placement.parameters, end, dtype, device)
         homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
-    twins = {n: _reserved(one, forms[n], tiers, configs[n], owners, homes.get(n)) for n, one in parameters.items()}
+    twins = {
+        name: _reserved_twin(parameter, forms[name], tiers, configs[name], owners, homes.get(name))
+        for name, parameter in parameters.items()
+    }
     for names in (*packs, *([name] for name in parameters if name not in homes)):
         reserve_gradients([twins[name] for name in names])
     return list(twins.values())
 
 
-def _held_of(form: Form, config: Config, ranks: Ranks) -> int:
+def _held(form: Form, config: Config, ranks: Ranks) -> int:
     """How many elements of a parameter that no rank owns this rank is to hold."""
     if config.placement.stage < 3:
         return form.numel
     return shards_of(form.shape, form.dtype, ranks.shards, config).held_by(ranks.shard)
 
 
-def _reserved(
+def _reserved_twin(
     parameter: torch.nn.Parameter,
     form: Form,
     tiers: Tiers,
@@ -351,12 +218,12 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-def _written(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:
+def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's; one that
     was `loaded`, from files that are mapped, is each rank's, where all have it at one place in one file, of which each
     reads its own part alone."""
     value, ranks = local_part(parameter.detach()), twin.storage.share.ranks
-    if has_annotated_codes(parameter):
+    if bitsandbytes.has_codes(parameter):
         value = value.as_subclass(torch.Tensor)
     what = f"a parameter of shape {tuple(parameter.shape)}"
     places = ranks.of_all(place_in_file(value), what) if loaded is not None and ranks.size > 1 else [None]
@@ -392,49 +259,14 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulate.register_prehook(lambda gradients: add_gradient(parameter, gradients[0]))
-    annotations = annotations_of(parameter)
+    attributes = attributes_to_carry(parameter)
     take_implementation(parameter, twin)
-    annotate(parameter, annotations, of=parameter)
-
-
-def check_storable(parameter: torch.Tensor, what: str) -> None:
-    """Raises: StoredTensorError for a parameter that can't be moved to a tier."""
-    if is_lazy(parameter):
-        raise StoredTensorError(f"{what} is not initialised yet: run the model once before offloading it")
-    if parameter.is_meta:
-        raise StoredTensorError(f"{what} is on the meta device and has no values: materialise it first (to_empty)")
-    check_device(parameter.device, what)
-    if parameter.layout != torch.strided:
-        raise StoredTensorError(f"{what} has layout {parameter.layout}: only strided tensors can be stored")
-    if isinstance(parameter, DTensor):
-        check_distributed(parameter, what)
-    elif type(parameter) is not torch.nn.Parameter and not has_annotated_codes(parameter):
-        raise StoredTensorError(
-            f"{what} is a {type(parameter).__name__} that is trained: only plain nn.Parameter can be stored. Freeze it "
-            "with requires_grad_(False), and it stays on its device"
-        )
-    if parameter.grad is not None and parameter.grad.layout != torch.strided:
-        raise StoredTensorError(
-            f"{what} has a gradient of layout {parameter.grad.layout}: only strided ones can be stored; clear it first"
-        )
-
-
-def _check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raises: StoredTensorError for two parameters in the same memory, which would part."""
-    by_address: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        parameter = local_part(parameter)
-        other = by_address.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
-        if other != name:
-            raise StoredTensorError(
-                f"parameters '{other}' and '{name}' are different parameters in the same memory, and would no longer "
-                "be tied: tie them by assigning the one parameter to both modules"
-            )
+    carry(parameter, attributes, of=parameter)
 
 
 def decided(config: Config, parameters: list[torch.Tensor] | None, tables: Collection[int] = ()) -> Config:
     """`config` with its ranks, and its placement by the rule alone, decided from the parameters (all of them; None: not
-    yet known). `tables`: ids of parameters that are looked up by rows. Ranks take what the first one finds.
+    yet known). `tables`: ids of parameters that are not to be quantised. Ranks take what the first one finds.
 
     Raises: ConfigError for ranks that can't train these parameters, or can't do so in this placement.
     """
@@ -442,7 +274,63 @@ def decided(config: Config, parameters: list[torch.Tensor] | None, tables: Colle
         config = with_ranks(config, parameters)
     if config.placement == "auto":
         by_rule = partial(placed_by_rule, config, parameters, tables)
-        found = found_by_first(config, parameters or (), by_rule, "the placement")
-        config = Config.of(config, {"placement": found})
+        placement = found_by_first(config, parameters or (), by_rule, "the placement")
+        config = Config.of(config, {"placement": placement})
     check_stage(config)
     return config
+
+
+class Subclasses:
+    """Frozen parameters of tensor subclasses, as those of torchao, which say what tensors they are made of
+    (`__tensor_flatten__`). These tensors are stored.
+
+    What the class does with its tensors, it does with stored ones: their operations gather, and in a graph that is
+    captured, the gathers are nodes as any.
+
+    Attributes:
+        whole: these parameters, by name.
+        parts: by name, the tensors as frozen parameters: they share their memory until they move.
+        whole_of: by the name of each part, that of its parameter, by which it is placed.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.whole = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if stays(parameter) and made_of(parameter) and not stored_in(parameter)
+        }
+        self.parts: dict[str, torch.nn.Parameter] = {}
+        self.whole_of: dict[str, str] = {}
+        for name, parameter in self.whole.items():
+            self._take_apart(name, parameter)
+            self.whole_of |= dict.fromkeys(self.parts.keys() - self.whole_of.keys(), name)
+
+    def _take_apart(self, name: str, tensor: torch.Tensor) -> None:
+        for attribute, part in made_of(tensor).items():
+            part_name = f"{name}.{attribute}"
+            if made_of(part):
+                self._take_apart(part_name, part)
+            else:
+                self.parts[part_name] = torch.nn.Parameter(part.detach(), requires_grad=False)
+
+    def put_together(self) -> None:
+        """Make the parameters, which stay the same objects, of what their parts are now."""
+        for name, parameter in self.whole.items():
+            _replace_subclass(parameter, self._of_parts(name, parameter))
+
+    def _of_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        inner = {}
+        for attribute, part in made_of(tensor).items():
+            part_name = f"{name}.{attribute}"
+            inner[attribute] = self._of_parts(part_name, part) if made_of(part) else self.parts[part_name]
+        context = tensor.__tensor_flatten__()[1]
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+@held_back
+def _replace_subclass(parameter: torch.Tensor, twin: torch.Tensor) -> None:
+    """Give the object `parameter` the implementation and attributes of `twin`, of its own class: as `replace_in_place`,
+    where weak references exist."""
+    torch._C._swap_tensor_impl(parameter, twin)
+    parameter.__dict__.update(twin.__dict__)
+    parameter._is_param = True

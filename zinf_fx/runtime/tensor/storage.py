@@ -13,6 +13,7 @@ from typing import ClassVar, NoReturn
 import torch
 
 from zinf_fx import ops
+from zinf_fx.compat.huggingface_hub import token_with_size
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
@@ -30,7 +31,6 @@ from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.spill import SMALLEST, spilled
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.token import token_of
 
 _keys = itertools.count(1)
 
@@ -106,7 +106,7 @@ class TensorStorage:
 
     def _take_key(self) -> None:
         self.key = new_key()
-        self.token = token_of(self.key, self.numel * self.dtype.itemsize)
+        self.token = token_with_size(self.key, self.numel * self.dtype.itemsize)
         self.token.owner = weakref.ref(self)
         self._by_key[self.key] = self
 

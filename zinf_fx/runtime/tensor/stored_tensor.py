@@ -28,7 +28,6 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import check_device
 from zinf_fx.runtime.tensor import view_writes
-from zinf_fx.runtime.tensor.annotated import annotate, annotations_of
 from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
@@ -64,7 +63,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _kind: Kind | None = None  # for __tensor_flatten__
     _lease: object = None  # that of its storage
-    _annotated: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
+    _carried: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
     # What FullyShardedDataParallel calls divided over ranks already, it leaves alone, and has no values of in memory.
     _fsdp_flattened = True
@@ -172,7 +171,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
             raise StoredTensorError("only leaves can be deep-copied: this stored tensor is the result of a computation")
         twin = memo[id(self)] = stored_again(self, self.dtype, self.device)
         twin.requires_grad_(self.requires_grad)
-        annotate(twin, annotations_of(self), of=self)
+        carry(twin, carried(self), of=self)
         if isinstance(self, torch.nn.Parameter):
             as_parameter(twin)
         if self.grad is not None:
@@ -375,7 +374,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
 
     def _handed_on(self, twin: StoredTensor) -> StoredTensor:
         """`twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
-        annotate(twin, annotations_of(self), of=self)
+        carry(twin, carried(self), of=self)
         if self._local_of is not None:
             self._local_of.hold()
             twin.parameter = self._local_of
@@ -430,3 +429,16 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
     return tensor
+
+
+def carried(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a tensor was given by `carry`."""
+    return {name: vars(tensor)[name] for name in getattr(tensor, "_carried", ())}
+
+
+def carry(tensor: torch.Tensor, attributes: dict[str, Any], of: torch.Tensor) -> None:
+    """Give a stored tensor attributes of a library's, which go where its implementation goes. Where one is `of`, the
+    tensor in whose place it is, it is the stored tensor now."""
+    if attributes:
+        vars(tensor).update({name: tensor if value is of else value for name, value in attributes.items()})
+        tensor._carried = tuple(attributes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import zinf_fx
-from zinf_fx.frontend import converting
-from zinf_fx.runtime.memory.mapped import MappedFiles
+from zinf_fx.compat import transformers
+from zinf_fx.compat.safetensors import MappedFiles
+from zinf_fx.runtime.memory.mapped import memory_of_file
 
 CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "stack": torch.stack,
@@ -33,8 +35,8 @@ CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 @pytest.fixture
 def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Of a file that is mapped."""
-    monkeypatch.setattr(converting, "_LARGE", 1)
-    monkeypatch.setattr(converting, "PIECE", 100)
+    monkeypatch.setattr(transformers, "_LARGE", 1)
+    monkeypatch.setattr(transformers, "PIECE", 100)
     safetensors.torch.save_file({str(n): torch.randn(6, 10) for n in range(4)}, tmp_path / "file.safetensors")
     with safetensors.safe_open(tmp_path / "file.safetensors", framework="pt") as file:
         return [file.get_slice(name)[...] for name in file.keys()]  # noqa: SIM118
@@ -43,8 +45,8 @@ def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_in_files_and_the_same(case: str, tensors: list[torch.Tensor], tmp_path: Path):
     expected = CASES[case](tensors)
-    mapped = MappedFiles(0, tmp_path)
-    with converting.Converting(mapped):
+    mapped = MappedFiles(0, partial(memory_of_file, tmp_path))
+    with transformers.Converting(mapped):
         found = CASES[case](tensors)
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert mapped.has([found]) and not mapped.has([expected])
@@ -75,14 +77,14 @@ def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path:
     ],
 )
 def test_what_is_not_of_files_alone_is_made_as_always(join: Callable, tensors: list[torch.Tensor], tmp_path: Path):
-    mapped = MappedFiles(0, tmp_path)
-    with converting.Converting(mapped):
+    mapped = MappedFiles(0, partial(memory_of_file, tmp_path))
+    with transformers.Converting(mapped):
         found = join(tensors)
     assert found.is_meta or not mapped.has([found])
 
 
 def test_refusals_are_those_of_torch(tensors: list[torch.Tensor], tmp_path: Path):
-    with converting.Converting(MappedFiles(0, tmp_path)):
+    with transformers.Converting(MappedFiles(0, partial(memory_of_file, tmp_path))):
         for join in (
             lambda: torch.cat([tensors[0], tensors[1][:, :3]]),
             lambda: torch.stack([tensors[0]], 7),
@@ -101,7 +103,7 @@ def test_graphs_compile_while_a_model_is_built(tmp_path: Path):
 
 
 def test_models_in_host_memory_need_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(converting, "_LARGE", 1)
+    monkeypatch.setattr(transformers, "_LARGE", 1)
     safetensors.torch.save_file({"weight": torch.ones(6, 10)}, tmp_path / "file.safetensors")
     with (
         safetensors.safe_open(tmp_path / "file.safetensors", framework="pt") as file,

@@ -1,7 +1,11 @@
-"""What takes the place of a stored parameter in a module, or of a module with stored parameters, is stored like it.
+"""Hooks of PyTorch's on what is registered in modules that have stored parameters.
 
-So a model stays offloaded when a library resizes its embeddings, makes a new head, or loads a state dict by assignment.
+What takes the place of a stored parameter in a module, or of a module with stored parameters, is stored like it. So a
+model stays offloaded when a library resizes its embeddings, makes a new head, or loads a state dict by assignment.
 What is added in a new place, such as the adapters of a fine-tuning library, stays ordinary.
+
+Who wraps a stored model in DistributedDataParallel is told what that costs, before any memory is held. Its `no_sync`
+holds for the stored parameters, too: accelerate and transformers accumulate gradients by it.
 
 [Note: tied names]
 `load_state_dict(assign=True)` makes a parameter for each name. Those of tied weights are in the same memory then, where
@@ -23,16 +27,18 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zinf_fx.config import Config
 from zinf_fx.cycles import collect_given_up_captures
 from zinf_fx.frontend.offload import offload_parameters
-from zinf_fx.frontend.staying import note_staying
+from zinf_fx.frontend.parameters import warn_of_staying
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.sizes import in_words
 
 
 class _Successor(NamedTuple):
@@ -107,11 +113,9 @@ def _parameter_registered(
     memory = _Memory.of(parameter)
     _store_like({name: before}, {name: parameter})
     if isinstance(parameter, StoredTensor):
-        others = [one for one in _SUCCESSORS.get(before.storage, ()) if one.parameter is not None]
-        place = _Successor(
-            weakref.ref(module), name, weakref.ref(parameter.storage), memory, _writes(before, parameter)
-        )
-        _SUCCESSORS[before.storage] = [*(one for one in others if one[:2] != place[:2]), place]
+        present = [place for place in _SUCCESSORS.get(before.storage, ()) if place.parameter is not None]
+        own = _Successor(weakref.ref(module), name, weakref.ref(parameter.storage), memory, _writes(before, parameter))
+        _SUCCESSORS[before.storage] = [*(place for place in present if place[:2] != own[:2]), own]
     return None
 
 
@@ -180,7 +184,7 @@ def _parameters_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, 
 def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.Parameter | None]) -> None:
     """Move the ordinary parameters among those of `now`, if they are such that can be stored now, to where those of
     `before` with their names are. Say which of them stay in memory, such as quantised ones."""
-    note_staying({name: parameter for name, parameter in now.items() if name in before})
+    warn_of_staying({name: parameter for name, parameter in now.items() if name in before})
     together: dict[Config, dict[str, torch.nn.Parameter]] = {}
     for name, parameter in now.items():  # in this order, which all ranks have
         if name not in before:
@@ -195,3 +199,28 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
     for config, parameters in together.items():
         whole = {id(parameter) for name, parameter in parameters.items() if before[name].quantised is None}
         offload_parameters(parameters, config, whole)
+
+
+@register_module_module_registration_hook
+def _wrapped(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    if name != "module" or module is None or not isinstance(parent, DistributedDataParallel):
+        return
+    trained = [
+        stored
+        for own, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and own not in parent.parameters_to_ignore
+        and (stored := stored_parameter(parameter)) is not None
+    ]
+    for stored in trained:
+        stored.storage.share.wrapper = weakref.ref(parent)
+    if trained:
+        nbytes = in_words(sum(stored.numel() * stored.dtype.itemsize for stored in trained))
+        warnings.warn(
+            f"DistributedDataParallel wraps {len(trained)} stored parameters, and holds {nbytes} of memory for their "
+            "gradients, which zinf_fx reduces itself: train the model without the wrapper. With accelerate, wrap "
+            "nothing by accelerator.prepare_model(model, evaluation_mode=True); with transformers' Trainer, set "
+            "trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True) before "
+            "train()",
+            stacklevel=3,
+        )

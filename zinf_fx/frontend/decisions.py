@@ -1,10 +1,13 @@
-"""The micro-batches that a captured graph runs in: so many as `Config.micro_batches` says, or as "auto" decides."""
+"""What "auto" decides by planning captured graphs: the micro-batches that each runs in, and the placement of a model.
+
+How many micro-batches there are, `Config.micro_batches` says, or "auto" decides.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,14 +18,16 @@ from torch import fx
 
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError
-from zinf_fx.frontend.auto_placement import device_of_most, this_machine
+from zinf_fx.frontend.auto_placement import by_rule_here, device_of_most, note, sizes_of, this_machine, trained_here
 from zinf_fx.frontend.capture import Capture
-from zinf_fx.frontend.graph_inputs import graph_inputs
+from zinf_fx.frontend.graph_inputs import abstract_inputs, graph_inputs, input_names, tables_in
 from zinf_fx.frontend.micro_batches import batch_size, hold_sizes
+from zinf_fx.frontend.parameters import is_ordinary, kept_in_their_format
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.codec import encode
 from zinf_fx.plan.files.digest import digest_of
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.placement.decision import Decision, decide
 from zinf_fx.plan.placement.division import Division, OperatorGroup, counts_for, decide_division
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
@@ -198,3 +203,57 @@ def decided_division(
 
 def _division(count: int, group: OperatorGroup) -> dict[str, object]:
     return {"micro_batches": count, "micro_batch_group": group}
+
+
+def decided_for(
+    graphs: Sequence[Divisions],
+    parameters: Sequence[torch.Tensor],
+    config: Config,
+    groups: Groups,
+    hardware: Hardware | None = None,
+    tables: Collection[int] = (),
+) -> tuple[Decision, list[PlannedGraph]]:
+    """The placement of the model that these graphs are of, and the graphs, planned with it. For every placement that is
+    considered, it is decided anew how their batches are divided, where "auto" is to decide that, too.
+
+    `hardware`: to decide for; default this machine, at nominal rates. `tables`: ids of parameters that are not to be
+    quantised. Raises: BudgetError when nothing fits.
+    """
+    here = trained_here(parameters)
+    if hardware is None:
+        hardware = this_machine(config, device_of_most(here))
+
+    @cache
+    def planned_with(placement: Placement | PlacementRules) -> list[PlannedGraph]:
+        return [graph.planned(placement, hardware) for graph in graphs]
+
+    def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
+        return [graph.plan for graph in planned_with(placement) if graph.moves]
+
+    sizes = sizes_of(here, config, groups, tables)
+    decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))
+    note(decision, sizes)
+    return decision, planned_with(decision.placement)
+
+
+def at_first_call(
+    module: fx.GraphModule, inputs: Sequence[Any], config: Config, parameters: Sequence[torch.Tensor]
+) -> tuple[Placement | PlacementRules, Mapping[str, object]]:
+    """The placement of a graph's ordinary parameters, on this rank, and the options of how its batch is divided where
+    planning for the placement has decided them.
+
+    Nothing is captured where they fit on the device, with room for activations. Raises: BudgetError when nothing fits.
+    """
+    groups = Ranks.of(config).groups
+    here = trained_here(parameters)
+    named = {name: value for name, value in zip(input_names(module), inputs, strict=True) if is_ordinary(value)}
+    tables = kept_in_their_format(config, named, tables_in(module, inputs))
+    sizes = sizes_of(here, config, groups, tables)
+    alone = by_rule_here(config, here, groups, sizes, "nothing leaves")
+    if alone.nothing_moves:
+        note(alone, sizes)
+        return alone.placement, {}
+    anywhere = Config.of(config, {"placement": "nvme"})
+    graph = Divisions(module, abstract_inputs(module, inputs, anywhere), anywhere, groups, seen=inputs)
+    decision, (planned,) = decided_for([graph], parameters, config, groups, tables=tables)
+    return decision.placement, planned.noted_division()

@@ -1,27 +1,44 @@
-"""Large tensors that a library makes of a checkpoint's, before a model takes them over.
+"""transformers (4.57 to 5.24): `from_pretrained` with no more of a checkpoint in memory than it needs.
 
-transformers puts the experts of a layer together: all of them, then what it made of them once more. Where these are in
-memory that is mapped from files, neither takes memory that the system can't have back.
+It puts the experts of a layer together: all of them, then what it made of them once more. Where these are in memory
+that is mapped from files, neither takes memory that the system can't have back. And it reads a checkpoint in threads,
+ahead of the modules that take its tensors over, unless the environment says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zinf_fx.runtime.memory.mapped import MappedFiles
+from zinf_fx.compat.safetensors import MappedFiles
 from zinf_fx.sizes import PIECE
 
 # Bytes of a result that is worth a file.
 _LARGE = 64 << 20
+# `from_pretrained` looks for it in the environment at each call.
+_LOADS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@contextmanager
+def loading_in_turn() -> Iterator[None]:
+    """A block in which `from_pretrained` reads and converts one tensor after the other. A user's own choice stands."""
+    before = os.environ.get(_LOADS_IN_TURN)
+    os.environ.setdefault(_LOADS_IN_TURN, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_LOADS_IN_TURN, None)
 
 
 class Converting(TorchFunctionMode):
-    """What `torch.cat`, `torch.stack` and `Tensor.to(dtype=...)` make of tensors that are mapped from files, if it is
-    large, is so, too."""
+    """A block in which large results of `torch.cat`, `torch.stack` and `Tensor.to(dtype=...)` are mapped from files, as
+    the tensors are that they are made of."""
 
     def __init__(self, mapped: MappedFiles) -> None:
         super().__init__()
@@ -45,32 +62,38 @@ class Converting(TorchFunctionMode):
         self, new_dim: bool, tensors: Sequence[torch.Tensor] = (), dim: int = 0, **others: Any
     ) -> torch.Tensor | None:
         """The result; None where it is to be made as always."""
-        if others or not tensors or type(dim) is not int or not all(_is_plain(one, tensors[0]) for one in tensors):
+        if (
+            others
+            or not tensors
+            or type(dim) is not int
+            or not all(_is_plain(tensor, tensors[0]) for tensor in tensors)
+        ):
             return None
-        if sum(one.nbytes for one in tensors) < _LARGE or not self._mapped.has(tensors):
+        if sum(tensor.nbytes for tensor in tensors) < _LARGE or not self._mapped.has(tensors):
             return None
         dims = tensors[0].dim() + new_dim
         if not -dims <= dim < dims:
             return None  # is refused
         if new_dim:
-            tensors = [one.unsqueeze(dim) for one in tensors]
+            tensors = [tensor.unsqueeze(dim) for tensor in tensors]
         first = tensors[0]
         dim %= first.dim()
         shape = list(first.shape)
-        shape[dim] = sum(one.shape[dim] for one in tensors)
-        if any(one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :] for one in tensors):
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        others_of_first = first.shape[:dim] + first.shape[dim + 1 :]
+        if any(tensor.shape[:dim] + tensor.shape[dim + 1 :] != others_of_first for tensor in tensors):
             return None  # is refused
         joined = self._mapped.empty(shape, first.dtype)
         start = 0
-        for one in tensors:
-            self._copy(joined.narrow(dim, start, one.shape[dim]), one)
-            start += one.shape[dim]
+        for tensor in tensors:
+            self._copy(joined.narrow(dim, start, tensor.shape[dim]), tensor)
+            start += tensor.shape[dim]
         return joined
 
     def _converted(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None, device: object = None, **others: Any
     ) -> torch.Tensor | None:
-        """As `_joined`."""
+        """The result; None where it is to be made as always."""
         if others or dtype in (None, tensor.dtype) or device not in (None, "cpu", torch.device("cpu")):
             return None
         if not _is_plain(tensor, tensor) or tensor.numel() * dtype.itemsize < _LARGE or not self._mapped.has([tensor]):
