@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError, ConfigError
-from zinf_fx.frontend import dividing
+from zinf_fx.frontend import decisions
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.frontend.graph_inputs import abstract_inputs, graph_inputs
@@ -158,6 +158,7 @@ def planned_in_groups(group: object, activations: object) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_groups_compute_with_less_and_move_the_same() -> None:
     """What a layer computes again for backward is there of one micro-batch at a time, its tiles of all of them."""
     found = {}
@@ -208,9 +209,9 @@ def test_the_plan_decides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: int, count: int
 ) -> None:
     """What is planned for the model says how it trains: as the loop over so many micro-batches."""
-    here = dividing.this_machine(Config(store=tmp_path), torch.device("cpu"))
+    here = decisions.this_machine(Config(store=tmp_path), torch.device("cpu"))
     here = replace(here, device=replace(here.device, capacity=room))
-    monkeypatch.setattr(dividing, "this_machine", lambda *_: here)
+    monkeypatch.setattr(decisions, "this_machine", lambda *_: here)
     torch.manual_seed(0)
     plain = GPT(GPTConfig(layers=1, hidden=16, heads=2, context=32, vocabulary=256, tied=False))
     batch = torch.randint(0, 256, (2, 4, 32)).unbind()
@@ -299,7 +300,7 @@ def test_a_graph_that_no_number_divides(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: object, division: dict[str, object], **__: object) -> None:
         raise ConfigError(f"there is no graph of {division['micro_batches']}")
 
-    monkeypatch.setattr(dividing, "Capture", refuse)
+    monkeypatch.setattr(decisions, "Capture", refuse)
     with pytest.raises(ConfigError, match="no graph of 1"):
         plan_model(Model(), tokens(2), placement="nvme", micro_batches="auto")
 

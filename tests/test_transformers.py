@@ -16,7 +16,7 @@ from gate import named, slow
 from torch import Tensor, nn
 
 import zinf_fx
-from zinf_fx.frontend import converting
+from zinf_fx.compat import transformers as conversion
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Inputs = dict[str, Tensor]
@@ -171,12 +171,12 @@ def test_models_built_under_offloading_start_from_the_same_values(name: str, tmp
     _assert_same_parameters(model, plain)
 
 
-@pytest.mark.parametrize("large", [converting._LARGE, 1])
+@pytest.mark.parametrize("large", [conversion._LARGE, 1])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
 def test_pretrained_models_are_loaded_into_the_store(
     name: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(converting, "_LARGE", large)
+    monkeypatch.setattr(conversion, "_LARGE", large)
     build, inputs = MODELS[name]
     build().save_pretrained(tmp_path / "pretrained")
     (tmp_path / "store").mkdir()

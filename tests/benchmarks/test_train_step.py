@@ -88,6 +88,7 @@ def test_flags_are_refused(flags: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_json_of_plain_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY_FLAGS, "--variants", "eager", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

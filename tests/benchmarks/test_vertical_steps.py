@@ -20,6 +20,7 @@ TINY = ["--layers", "1", "--hidden", "64", "--heads", "2", "--context", "16", "-
 ZINF_AND_MEMORY = ["--ways", "vertical", "horizontal", "in memory"]
 
 
+@pytest.mark.slow
 def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vertical.main([*TINY, *ZINF_AND_MEMORY, "--counts", "3", "--store", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

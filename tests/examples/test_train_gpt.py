@@ -219,7 +219,9 @@ def as_a_program(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
-@pytest.mark.parametrize(("dtype", "in_process"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "in_process"), [pytest.param("float32", False, marks=pytest.mark.slow), ("bfloat16", True)]
+)
 def test_plain_run(dtype: str, in_process: bool, text: Path, train: Callable[..., str]) -> None:
     run = train if in_process else as_a_program
     output = run("--plain", "--text", str(text), "--dtype", dtype, "--accumulate", "2", *TINY_FLAGS)

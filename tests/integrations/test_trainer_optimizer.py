@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from test_trainer import COMPILED, texts
 from test_transformers import _gpt2
 
@@ -95,7 +96,7 @@ def test_options_of_an_optimizer_that_is_there_already(tmp_path: Path):
         trainer(tmp_path, model, {"optimizers": (own, None), "state_dtype": "8bit"}).create_optimizer()
 
 
-@pytest.mark.parametrize("given", [{}, {"master_dtype": "split"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("given", [{}, slow({"master_dtype": "split"}), slow({"step_in_backward": True})], ids=str)
 def test_a_bf16_model_is_trained_through_masters(tmp_path: Path, given: dict[str, object]):
     """Bitwise as a loop over fp32 masters, in which small updates add up; without them, few values change."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks.launching import on_ranks
 from safetensors.torch import save_file
@@ -148,6 +149,7 @@ def test_a_base_that_one_rank_can_not_read_is_no_rank_s(tmp_path: Path):
         assert "partition='shards'" in owned
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_part_of_the_bytes(tmp_path: Path):
     codes = tmp_path / "codes"
     codes.mkdir()

@@ -12,7 +12,7 @@ from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
-from zinf_fx.frontend import dividing
+from zinf_fx.frontend import decisions
 from zinf_fx.plan.hardware import Hardware
 
 COUNT, STEPS = 4, 2
@@ -48,7 +48,7 @@ def decided(rank: int) -> float:
     """The largest difference of a parameter to DistributedDataParallel's; by itself, the second rank finds that nothing
     fits."""
     _, parameters = training.train_ddp(1, FEW, eps=1e-2)
-    machine = dividing.this_machine
+    machine = decisions.this_machine
 
     def smaller(*arguments: object) -> Hardware:
         found = machine(*arguments)
@@ -57,7 +57,7 @@ def decided(rank: int) -> float:
     stored = zinf_fx.offload(training.model(seed=rank), placement="infinity-nvme")
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, eps=1e-2)
     run = torch.compile(stored, backend="zinf", dynamic=True, options={"micro_batches": "auto"})
-    with mock.patch.object(dividing, "this_machine", smaller):
+    with mock.patch.object(decisions, "this_machine", smaller):
         for step in training.batches(1, rank, FEW):
             run(*(torch.cat(parts) for parts in zip(*step, strict=True))).backward()
             optimizer.step()
@@ -66,6 +66,7 @@ def decided(rank: int) -> float:
         return max((one - other).abs().max().item() for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_all_ranks_divide_as_the_first_one_decides() -> None:
     assert all(difference < 1e-5 for difference in on_ranks(2, decided))
 
