@@ -81,7 +81,7 @@ def export_plan(
     **fields: object,
 ) -> Plan:
     """The plan of `model(*example_inputs)` (a mapping: keyword arguments), to be saved and used elsewhere:
-    `plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
+    `Plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
 
     Needs no store, GPU or weights: the model may be on the meta device, and is neither changed nor run. Forward and
     backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
