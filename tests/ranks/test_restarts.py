@@ -47,7 +47,7 @@ def attempt(rank: int, port: int, folder: str, end: int, killed_at: int | None) 
     """With a store for what zinf_fx says that outlives the attempt. torch.distributed has one that doesn't: it finds
     its own keys of an earlier attempt there, and not always has the luck that others are in time."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
-    with mock.patch("zinf_fx.runtime.meeting._get_default_store", lambda: shared):
+    with mock.patch("zinf_fx.runtime.rendezvous._get_default_store", lambda: shared):
         try:
             return train(folder, end, killed_at, compiled=False)
         except zinf_fx.errors.RanksError as error:

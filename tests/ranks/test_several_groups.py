@@ -59,8 +59,8 @@ def known_after_cycles(rank: int) -> list[tuple[int, int]]:
         dist.init_process_group("gloo", store=dist.PrefixStore(str(cycle), store), rank=rank, world_size=2)
         zinf_fx.offload(nn.Linear(8, 8), placement="zero-3").weight.full_tensor()
         gc.collect()
-        onlookers = [thread for thread in threading.enumerate() if "onlooker" in thread.name]
-        found.append((len(Ranks._known), len(onlookers)))
+        watchdogs = [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+        found.append((len(Ranks._known), len(watchdogs)))
     return found
 
 

@@ -18,7 +18,7 @@ from ranks.launching import on_ranks
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.errors import RanksError
-from zinf_fx.runtime import meeting
+from zinf_fx.runtime import rendezvous
 from zinf_fx.runtime.ranks import Ranks
 
 TIMEOUT, SOON, AT_ONCE = 0.3, 15.0, 1.0
@@ -36,7 +36,7 @@ TOGETHER: dict[str, Callable[[Ranks], object]] = {
     "reduction to an owner": lambda ranks: ranks.reduce(few(), "x", owner=0).wait(),
     "all-reduce over shards": lambda ranks: ranks.reduce_over_shards(few(), "x"),
     "all-reduce over all": lambda ranks: ranks.reduce_over_all(few(), "x", dist.ReduceOp.MAX),
-    "meeting": lambda ranks: ranks.meet("x"),
+    "rendezvous": lambda ranks: ranks.meet("x"),
     "agreement": lambda ranks: ranks.agree("equal", "x"),
     "exchange of objects": lambda ranks: ranks.of_all({"rank": ranks.rank}, "x"),
     "choice of the first": lambda ranks: ranks.of_first(few(), "x"),
@@ -97,7 +97,7 @@ def check_late(kinds: list[str], folder: Path) -> None:
 
 
 def test_no_collective_outlasts_its_time_out_or_an_interrupt(tmp_path: Path):
-    check_late(["all-gather", "reduce-scatter", "meeting", "exchange of objects"], tmp_path)
+    check_late(["all-gather", "reduce-scatter", "rendezvous", "exchange of objects"], tmp_path)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def in_a_thread(call: Callable[[], object]) -> None:
 def after_threads(rank: int) -> tuple[str, str, float]:
     """How it ends when one rank meets, and the other one gathers, after each has waited in two threads in turn, as
     where autograd has a thread for a device."""
-    meeting.PATIENCE = 0.2
+    rendezvous.PATIENCE = 0.2
     ranks = Ranks.of(Config(collective_timeout=SOON, process_group=dist.new_group()))
 
     def meet_in_turn() -> None:
@@ -185,7 +185,7 @@ def after_threads(rank: int) -> tuple[str, str, float]:
 
     meet_in_turn()
     in_a_thread(meet_in_turn)
-    return ended_by(lambda: KINDS["all-gather" if rank else "meeting"](ranks))
+    return ended_by(lambda: KINDS["all-gather" if rank else "rendezvous"](ranks))
 
 
 def test_ranks_are_told_whichever_threads_have_waited_before():
@@ -244,8 +244,8 @@ def test_a_save_waits_for_as_long_as_its_model_does(tmp_path: Path):
 def interrupted_without_a_store(rank: int) -> tuple[str, str, float]:
     """How a wait ends that is interrupted after the store has ended, where this rank has said that it waits."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meetings = meeting.Meetings.of(dist.group.WORLD, SOON)
-    meetings._store = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    at_group = rendezvous.Rendezvous.of(dist.group.WORLD, SOON)
+    at_group._store = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     looks = iter([False])
 
     def over(seconds: float) -> bool:
@@ -256,8 +256,8 @@ def interrupted_without_a_store(rank: int) -> tuple[str, str, float]:
         raise KeyboardInterrupt
 
     def wait() -> None:
-        with meetings.naming("x", SOON):
-            meetings._wait(over, meetings._met, 1, "x", SOON)
+        with at_group.naming("x", SOON):
+            at_group._wait(over, at_group._met, 1, "x", SOON)
 
     return ended_by(wait)
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, RanksError
 from zinf_fx.plan.sharding import Groups
-from zinf_fx.runtime.meeting import Meetings
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.recorder import RECORDER, Note
-from zinf_fx.runtime.watch import Queued, Watch
+from zinf_fx.runtime.rendezvous import Rendezvous
+from zinf_fx.runtime.watchdog import DeviceWatchdog, QueuedCollective
 
 T = TypeVar("T")
 
@@ -36,22 +36,22 @@ class Collective:
         work: dist.Work | None,
         what: str,
         ranks: Ranks,
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         number: int,
         note: Note | None,
-        queued: Queued | None,
+        queued: QueuedCollective | None,
         afterwards: Callable[[], object] | None,
     ) -> None:
         """`work`: None when it is over. `what` names it and the tile in errors. `number`: which it is in the group that
-        these meetings are of. `note`: to end after a wait. `queued`: in the queue of a device; None of tensors in host
+        this rendezvous is of. `note`: to end after a wait. `queued`: in the queue of a device; None of tensors in host
         memory, for which this thread waits. `afterwards`: what is left to do when it is over, if anything."""
-        self._work, self._what, self._ranks, self._meetings, self._number = work, what, ranks, meetings, number
+        self._work, self._what, self._ranks, self._rendezvous, self._number = work, what, ranks, rendezvous, number
         self._note, self._queued, self._afterwards = note, queued, afterwards
         self.failed = False
 
     def wait(self) -> None:
-        """Return when it is over. On a device, return at once: what is queued from now on follows it, and `Watch` names
-        it when it takes long.
+        """Return when it is over. On a device, return at once: what is queued from now on follows it, and the log
+        names it when it takes long.
 
         Raises: RanksError when it failed, each time, or took longer than `Config.collective_timeout`.
         """
@@ -61,9 +61,9 @@ class Collective:
             work, self._work, self.failed = self._work, None, True
             timeout = self._ranks.timeout
             if self._queued is None:
-                self._meetings.wait(work, self._what, self._number, timeout)
+                self._rendezvous.wait(work, self._what, self._number, timeout)
             else:
-                with self._meetings.naming(self._what, timeout):
+                with self._rendezvous.naming(self._what, timeout):
                     work.wait()  # a timeout, whichever, has NCCL keep this thread until the collective is over
                     self._queued.joined()
             if self._afterwards is not None:
@@ -80,7 +80,6 @@ class Ranks:
         shard, shards: the same in this rank's group, over which a model is divided.
         replicas: how many groups there are.
         timeout: seconds after which a collective that does not end is an error.
-        meetings: of the ranks that divide a model; None of one rank alone.
         sent_bytes: that this rank sent so far in collectives of model states, as a ring sends them: (shards - 1) shards
             of each all-gather and reduce-scatter, two parts of each all-reduce to each rank (ZeRO, section 7.1). An
             owner sends to each rank what it has, and gets from each what is reduced.
@@ -107,14 +106,15 @@ class Ranks:
         self.timeout = timeout
         self.sent_bytes = 0
         self._decided: dict[str, Any] = {}
-        self._watch = Watch(f"rank {self.rank} of {self.size}", timeout)
-        self._all_meet = self.meetings = None
-        self._meetings: dict[dist.ProcessGroup, Meetings] = {}  # by group, those of no others
+        self._device_watchdog = DeviceWatchdog(f"rank {self.rank} of {self.size}", timeout)
+        self._everyone_meets: Rendezvous | None = None
+        self._within_meets: Rendezvous | None = None
+        self._by_group: dict[dist.ProcessGroup, Rendezvous] = {}
         if self.size > 1:
             for group in filter(None, (everyone, within, across)):
-                self._meetings[group] = Meetings.of(group, timeout)
-            self._all_meet = self._meetings[everyone]
-            self.meetings = self._meetings[everyone if within is None else within]
+                self._by_group[group] = Rendezvous.of(group, timeout)
+            self._everyone_meets = self._by_group[everyone]
+            self._within_meets = self._by_group[everyone if within is None else within]
 
     @classmethod
     def of(cls, config: Config) -> Ranks:
@@ -148,8 +148,8 @@ class Ranks:
         """Forget ranks whose group torch.distributed has no more: they have another group, a thread and sockets."""
         with cls._lock:
             destroyed = [cls._known.pop(group) for group in list(cls._known) if not _is_known(group)]
-            for group in [group for group in Meetings.groups() if not _is_known(group)]:
-                destroyed.append(Meetings.forget(group))
+            for group in [group for group in list(Rendezvous.known) if not _is_known(group)]:
+                destroyed.append(Rendezvous.known.pop(group))
         del destroyed  # without the lock
 
     @property
@@ -242,7 +242,7 @@ class Ranks:
         return self._exchanged(value, f"comparison of {what}")
 
     def _exchanged(self, value: Any, what: str) -> list[Any]:
-        return [value] if self._all_meet is None else self._all_meet.exchange(value, what, self.timeout)
+        return [value] if self._everyone_meets is None else self._everyone_meets.exchange(value, what, self.timeout)
 
     def decided_once(self, key: str, decide: Callable[[], T]) -> T:
         """What the ranks have decided together for `key`: `decide`, in which they communicate, does it the first time
@@ -269,12 +269,13 @@ class Ranks:
     def alike(self, numbers: Sequence[int], what: str) -> list[bool]:
         """Whether each of the numbers, below 2**63, is the same on all ranks, of which there are several. Raises:
         RanksError, as a collective."""
-        return self._all_meet.compare(numbers, f"comparison of {what}", self.timeout)
+        return self._everyone_meets.compare(numbers, f"comparison of {what}", self.timeout)
 
     def meet(self, what: str) -> None:
-        """Before collectives that code outside of graphs asks for: see [Note: meetings]."""
-        if self.meetings is not None:
-            self.meetings.meet(what, self.timeout)
+        """Return when all ranks ask for the same: before collectives of code outside of graphs. See [Note:
+        rendezvous]."""
+        if self._within_meets is not None:
+            self._within_meets.meet(what, self.timeout)
 
     def _start(
         self,
@@ -288,15 +289,15 @@ class Ranks:
     ) -> Collective:
         """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`.
         `afterwards`: what is left to do when it is over."""
-        meetings = self._meetings[group]
-        number = meetings.begin(what)
+        rendezvous = self._by_group[group]
+        number = rendezvous.begin(what)
         note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)
-        with meetings.naming(what, self.timeout):
+        with rendezvous.naming(what, self.timeout):
             work = collective(*arguments, group=group, async_op=True)
         note, queued = RECORDER.ends_with(note, work), None
         if moved.device.type != "cpu" and work is not None:
-            queued = self._watch.add(work, what, device_of(moved.device).mark)
-        return Collective(work, what, self, meetings, number, note, queued, afterwards)
+            queued = self._device_watchdog.add(work, what, device_of(moved.device).mark)
+        return Collective(work, what, self, rendezvous, number, note, queued, afterwards)
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

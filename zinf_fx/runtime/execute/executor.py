@@ -26,13 +26,13 @@ from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
 from zinf_fx.runtime.execute.order import CollectiveOrder
 from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.finalizers import run_interrupted_finalizers
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.heap import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
-from zinf_fx.runtime.remains import give_back_remains
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -253,7 +253,7 @@ class Executor:
         self.drop_anticipated()
         self.staging.drop_staying()
         self._previous = None
-        give_back_remains()
+        run_interrupted_finalizers()
 
     def _after_fork(self) -> None:
         """A child forgets the tiles, which are its parent's. Nobody in it would release the locks."""

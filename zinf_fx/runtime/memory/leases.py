@@ -15,8 +15,8 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, sealed
+from zinf_fx.runtime.finalizers import finalize
 from zinf_fx.runtime.memory.freelist import Space
-from zinf_fx.runtime.remains import when_gone
 from zinf_fx.sizes import blocks
 
 # Bytes of released buffers that a device has still to read before the release of one more waits.
@@ -220,7 +220,7 @@ class Buffer:
         when no tensor is over any of it any more, and nobody else is to release it."""
         memory = self._arena.whole[:]  # that the tensors hold, and who shares their storages
         made = [self._arena._tensor(memory, self._offset + start, shape, dtype) for start, shape, dtype in parts]
-        when_gone(memory, self.release)
+        finalize(memory, self.release)
         return made
 
     def release(self) -> None:

@@ -16,10 +16,10 @@ from zinf_fx.errors import StoreError
 from zinf_fx.plan.intervals import overlap
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
+from zinf_fx.runtime.finalizers import finalize
 from zinf_fx.runtime.memory.buffers import Arena
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket, all_started, joined
-from zinf_fx.runtime.remains import when_gone
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
@@ -276,7 +276,7 @@ class Home:
     def _at_end(self, owner: object, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when `owner` is gone, and nothing is under way to or from this: what comes next in its place
         must not be overtaken."""
-        when_gone(owner, partial(_release, self._writes, self.reads, release, *arguments))
+        finalize(owner, partial(_release, self._writes, self.reads, release, *arguments))
 
 
 class _Leased:

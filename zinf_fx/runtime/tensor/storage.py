@@ -265,7 +265,7 @@ class TensorStorage:
     def value(self) -> torch.Tensor:
         """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
 
-        Collective where the tensor is partitioned, or stale: see [Note: meetings].
+        Collective where the tensor is partitioned, or stale: see [Note: rendezvous].
         """
         if self.share.in_shares:
             self.share.ranks.meet(f"the gather of {self.name}")

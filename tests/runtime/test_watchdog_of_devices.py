@@ -13,7 +13,7 @@ import torch
 
 from zinf_fx.runtime.memory.device import MAKERS, Device
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.watch import Watch
+from zinf_fx.runtime.watchdog import DeviceWatchdog
 
 
 class Queued:
@@ -52,7 +52,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Behind:
 
 
 class Unmet:
-    """Meetings of one rank alone, which nobody else comes to."""
+    """The rendezvous of one rank alone, which nobody else comes to."""
 
     def begin(self, what: str) -> int:
         return 1
@@ -64,7 +64,7 @@ class Unmet:
 def alone(timeout: float) -> Ranks:
     """One rank, whose collectives are of no group."""
     ranks = Ranks(None, timeout)
-    ranks._meetings[None] = Unmet()
+    ranks._by_group[None] = Unmet()
     return ranks
 
 
@@ -113,14 +113,14 @@ def test_what_compute_waits_for_keeps_none_of_its_memory_and_is_named(device: Be
     collective = ranks._start(None, "all-gather of w", torch.empty(1, device="meta"), lambda **_: queued.pop(), None)
     assert work() is not None
     collective.wait()
-    with ranks._watch._lock:  # its thread asks nothing now
+    with ranks._device_watchdog._lock:  # its thread asks nothing now
         assert work() is None
     assert said.wait_for(1) and "all-gather of w" in said.messages[0]
     device.caught_up = True
 
 
 def test_what_is_over_is_let_go_of_when_the_next_one_is_queued(device: Behind) -> None:
-    watch = Watch("rank 0 of 2", timeout=60.0)
+    watch = DeviceWatchdog("rank 0 of 2", timeout=60.0)
     for work in [Queued() for _ in range(3)]:
         watch.add(work, "reduce-scatter", device.mark)
         work.is_over = True
@@ -131,7 +131,7 @@ def test_what_is_over_is_let_go_of_when_the_next_one_is_queued(device: Behind) -
 
 
 def test_the_first_collective_that_does_not_end_is_named_once(device: Behind, said: Said) -> None:
-    watch = Watch("rank 1 of 2", timeout=0.5)
+    watch = DeviceWatchdog("rank 1 of 2", timeout=0.5)
     first, second, third = Queued(), Queued(), Queued()
     first.is_over = True
     for work, what in ((first, "first"), (second, "all-gather of blocks.3.mlp"), (third, "third")):
@@ -148,7 +148,7 @@ def test_the_first_collective_that_does_not_end_is_named_once(device: Behind, sa
 
 
 def test_collectives_that_end_are_not_named_and_their_thread_ends(device: Behind, said: Said) -> None:
-    watch = Watch("rank 0 of 2", timeout=2.0)
+    watch = DeviceWatchdog("rank 0 of 2", timeout=2.0)
     works = [Queued() for _ in range(3)]
     for work in works:
         work.is_over = True

@@ -19,7 +19,7 @@ from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.errors import RanksError
-from zinf_fx.runtime.meeting import Meetings
+from zinf_fx.runtime.rendezvous import Rendezvous
 
 SOON = 15.0
 Found = tuple[str, float, list[str]]
@@ -116,11 +116,11 @@ class Counting:
 
 
 def asked_by_the_last(rank: int) -> list[str]:
-    """What the last rank that comes to a meeting asks of the store."""
-    meetings = Meetings.of(dist.group.WORLD, SOON)
-    meetings._store = Counting(meetings._store)
-    meetings.meet("x", SOON)
-    return meetings._store.asked
+    """What the last rank that comes to a rendezvous asks of the store."""
+    rendezvous = Rendezvous.of(dist.group.WORLD, SOON)
+    rendezvous._store = Counting(rendezvous._store)
+    rendezvous.meet("x", SOON)
+    return rendezvous._store.asked
 
 
 def test_the_last_to_come_decides_before_it_tidies_up_and_asks_nothing_more():
@@ -128,17 +128,17 @@ def test_the_last_to_come_decides_before_it_tidies_up_and_asks_nothing_more():
     assert asked == ["compare_set", "add", "compare_set", *["delete_key"] * 3]
 
 
-def onlookers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "zinf_fx onlooker"]
+def watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "zinf_fx watchdog"]
 
 
 def left_alone(rank: int) -> Found | None:
     """What the first rank is told after the other one has ended."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
     if rank:
-        assert onlookers()
+        assert watchdogs()
         atexit._run_exitfuncs()
-        assert not onlookers()
+        assert not watchdogs()
         return None
     return first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
 

@@ -1,0 +1,60 @@
+"""Ranks agree on a new name, whatever earlier ones left in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+
+from zinf_fx.errors import RanksError
+from zinf_fx.runtime.rendezvous import agree_on_name
+from zinf_fx.runtime.watchdog import Process
+
+
+def attempt(store: dist.Store, size: int, order: Sequence[int] | None = None, timeout: float = 20.0) -> list[object]:
+    """What each of so many ranks, which are threads here, finds or raises; they begin in this order."""
+    found: list[object] = [None] * size
+
+    def begin(rank: int) -> None:
+        try:
+            found[rank] = agree_on_name(store, rank, size, timeout)
+        except RanksError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=begin, args=[rank]) for rank in order or range(size)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.02)  # one is ahead of the next
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 4, 1, 2), (1, 3), (4, 4)])
+@pytest.mark.parametrize("first", ["first", "last"])
+def test_each_attempt_has_a_name_of_its_own(sizes: tuple[int, ...], first: str):
+    store, names = dist.HashStore(), []
+    for size in sizes:
+        order = list(range(size)) if first == "first" else list(range(size))[::-1]
+        found = attempt(store, size, order)
+        name, processes = found[0]
+        assert all(one == (name, processes) for one in found) and len(processes) == size
+        assert set(processes) == {Process.of(os.getpid())}
+        names.append(name)
+    assert len(set(names)) == len(names)
+
+
+def test_what_others_left_is_taken_for_nobody():
+    """A hello, a welcome and an arrival of ranks that are dead."""
+    store, dead = dist.HashStore(), json.dumps(["token", Process("here", 1, "0")])
+    store.set("hello/1", dead)
+    store.set("welcome", json.dumps(["old", [dead, dead]]))
+    store.add("old/came", 2)
+    (error,) = [found for found in attempt(store, 2, [0], timeout=0.2) if found is not None]
+    assert isinstance(error, RanksError) and "rank(s) 1 did not come within collective_timeout (0.2 s)" in str(error)
+    found = attempt(store, 2)
+    assert found[0] == found[1] and found[0][0] != "old" and set(found[0][1]) == {Process.of(os.getpid())}
