@@ -168,9 +168,9 @@ def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_p
         return blocks(model.get_parameter(name).storage.bytes.nbytes)
 
     read = Counter[str]()
-    for stay in plan.journeys:
-        if stay.moves("fetch"):
-            read[plan.tiles[stay.tile].name] += bytes_read(plan.tiles[stay.tile])
+    for live_range in plan.lifetimes:
+        if live_range.moves("fetch"):
+            read[plan.tiles[live_range.tile].name] += bytes_read(plan.tiles[live_range.tile])
     # No gradient goes through the first layer, as the embedding before it is not trained: backward reads it only where
     # that computes the layer again.
     first = 1 if activations == "keep" else 2

@@ -21,7 +21,7 @@ from zinf_fx.frontend.backend import zinf
 from zinf_fx.frontend.capture import Capture
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -198,7 +198,7 @@ def test_each_token_reads_what_its_plan_says(options: dict[str, object], share: 
     assert _bytes_read(model) - before == 3 * NEW * planned
     # What the next call begins with has been read before it, and takes the place that is planned for it.
     (graph,) = rest.graphs
-    ahead = {e.tile for e in graph.events if e.kind == "fetch" and e.operator == HEAD and not e.resident}
+    ahead = {e.tile for e in graph.events if e.kind == "fetch" and e.operator == PROLOGUE and not e.resident}
     stats = zinf_fx.stats(model)
     assert stats.host_bytes >= sum(graph.tiles[tile].nbytes for tile in ahead)
     assert ahead or not planned or "tile" in options  # of which those that come first stay

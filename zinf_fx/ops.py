@@ -31,8 +31,8 @@ An activation that left comes back in backward as any tile does.
 `start` is the tile's first element in its parameter, when that has several tiles, and of a `member`, the parameter's
 first element in its pack; `after`, how many writes of the graph to the parameter come before; `shape`, of a
 `dequantize`, that of the values behind the first dimension, which the rows of bytes are, too. When an event happens,
-whether it crosses the turn, what it finds in memory and where its buffer lies, the node's `Event` says, and no
-argument. `how` a `join` makes one value of those of `count` micro-batches: "cat" along `dim`, "mean" or "sum".
+whether forward starts it for backward, what it finds in memory and where its buffer lies, the node's `Event` says, and
+no argument. `how` a `join` makes one value of those of `count` micro-batches: "cat" along `dim`, "mean" or "sum".
 """
 
 from __future__ import annotations

@@ -84,11 +84,14 @@ def test_while_an_operator_computes_the_next_ones_are_on_their_way(
     for kind, distance in distances.items():
         for i in range(forward.count):
             assert forward.started(kind, i) == forward.needed_at(i + distance), (kind, i)
-            # The turn: the last operators of forward are followed by the first of backward.
-            assert forward.started(kind, i, turn=True) == backward.needed_at(i + distance - forward.count), (kind, i)
+            # The last operators of forward are followed by the first of backward.
+            assert forward.started(kind, i, for_backward=True) == backward.needed_at(i + distance - forward.count), (
+                kind,
+                i,
+            )
         for i in range(backward.count):
             assert backward.started(kind, i) == backward.needed_at(i + distance), (kind, i)
-        for graph in (forward, backward):  # the ends: the head starts what the first operators need
+        for graph in (forward, backward):  # the ends: the prologue starts what the first operators need
             before = [graph.needed_at(operator) for operator in range(distance)]
             assert graph.started(kind, HEAD) == set().union(*before), kind
             assert set().union(*(graph.started(kind, i) for i in range(HEAD, graph.count))) == graph.names
@@ -118,8 +121,10 @@ class Starts:
         """The tiles that this operator is the first to wait for."""
         return {name for name, first in self._first.items() if first == operator}
 
-    def started(self, kind: str, operator: int, turn: bool = False) -> set[str]:
-        found = [e for e in self._events if (e["kind"], e["operator"], e["turn"]) == (kind, operator, turn)]
+    def started(self, kind: str, operator: int, for_backward: bool = False) -> set[str]:
+        found = [
+            e for e in self._events if (e["kind"], e["operator"], e["for_backward"]) == (kind, operator, for_backward)
+        ]
         return {self._name[e["tile"]] for e in found}
 
 

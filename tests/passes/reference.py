@@ -53,7 +53,7 @@ class Reference(fx.Interpreter):
             return self.fetch_args_kwargs_from_env(node)[0][0].clone()
         if node.target is ops.gather:
             return self._value(tile, node)
-        if ops.EVENT in node.meta and node.meta[ops.EVENT].turn:
+        if ops.EVENT in node.meta and node.meta[ops.EVENT].for_backward:
             return None
         if node.target in ops.TRANSFERS:
             assert progress == list(ops.TRANSFERS[: len(progress)]), f"{node.format_node()} after {progress}"

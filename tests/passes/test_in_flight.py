@@ -15,7 +15,7 @@ from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
 from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 KIB = 1024
 
@@ -54,14 +54,14 @@ def test_what_lives_on_the_device_is_not_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "parts"),
+    ("for_backward", "parts"),
     [
         (3, {(0, 1), (3, 3)}),  # after the release
         (1, {(0, 3)}),  # while the graph holds it anyway, and after
-        (HEAD, {(HEAD, 3)}),  # before, while, and after
+        (PROLOGUE, {(PROLOGUE, 3)}),  # before, while, and after
     ],
 )
-def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tuple[int, int]]) -> None:
+def test_a_tile_that_is_fetched_again_for_backward_counts_once(for_backward: int, parts: set[tuple[int, int]]) -> None:
     built = Builder("forward", {"a": (16, 16), "b": (16, 16), "c": (16, 16)})
     x = built.input(16, 16)
     for name in ("a", "b", "a"):
@@ -72,19 +72,21 @@ def test_a_tile_that_the_turn_fetches_again_counts_once(turn: int, parts: set[tu
     built.graph.find_nodes(op="output")[0].prev.meta[OPERATOR] = 3  # one operator more, at the end
     (last,) = built.graph.find_nodes(op="output")
     with built.graph.inserting_before(last):
-        give_event(built.graph.call_function(ops.fetch, (built.token("a"),)), built.context, turn, turn=True)
+        give_event(
+            built.graph.call_function(ops.fetch, (built.token("a"),)), built.context, for_backward, for_backward=True
+        )
     assert {part[2:] for part in found(built) if part[0] == "tile a"} == parts
 
 
 def test_ledger() -> None:
-    ledger = Ledger([InFlight("tile", KIB, HEAD, 1), InFlight("gradient", KIB, 1, 2)], operators=4, budget=2 * KIB)
-    assert [ledger.at(operator) for operator in range(HEAD, 4)] == [KIB, KIB, 2 * KIB, KIB, 0]
+    ledger = Ledger([InFlight("tile", KIB, PROLOGUE, 1), InFlight("gradient", KIB, 1, 2)], operators=4, budget=2 * KIB)
+    assert [ledger.at(operator) for operator in range(PROLOGUE, 4)] == [KIB, KIB, 2 * KIB, KIB, 0]
     assert ledger.over_budget() is None
     assert [s.what for s in ledger.largest(1)] == ["tile", "gradient"]
-    assert ledger.extend(KIB, end=3, wanted=HEAD) == 2  # operator 1 is full
-    assert ledger.extend(KIB, end=0, wanted=HEAD) == HEAD
+    assert ledger.extend(KIB, end=3, wanted=PROLOGUE) == 2  # operator 1 is full
+    assert ledger.extend(KIB, end=0, wanted=PROLOGUE) == PROLOGUE
     assert ledger.extend(KIB, end=2, wanted=3) == 3
-    assert [ledger.at(operator) for operator in range(HEAD, 4)] == [2 * KIB, KIB, 2 * KIB, 2 * KIB, KIB]
+    assert [ledger.at(operator) for operator in range(PROLOGUE, 4)] == [2 * KIB, KIB, 2 * KIB, 2 * KIB, KIB]
     assert not ledger.take(KIB, 1) and ledger.take(KIB, 3)
 
 

@@ -1,4 +1,4 @@
-"""lower_gathers: one journey per tile; the release follows the last use of the tile or of anything that shares it."""
+"""lower_gathers: one live range per tile; the release follows the last use of it or of what shares it."""
 
 from __future__ import annotations
 

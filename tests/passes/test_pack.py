@@ -55,7 +55,7 @@ def test_golden() -> None:
           large : f32[64, 64] on nvme, gradient on host
           b
           %0 : f32[2, 4]
-        head
+        prologue
           a and 1 other = pack a, b  # pack
         operator 0
           fetch a and 1 other  # lower_gathers

@@ -35,11 +35,11 @@ from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.pipeline import plan_inference, schedule_of
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 
 def test_golden() -> None:
-    """A captured step: the forward graph with the turn, and the backward graph."""
+    """A captured step: the forward graph with what it starts for backward, and the backward graph."""
     members = {f"w{i}": torch.randn(4, 4) for i in range(3)}
     model = Expression(lambda m, x: (torch.relu(x @ m.w0) @ m.w1 @ m.w2).sum(), **members)
     record = train(model, torch.randn(2, 4))
@@ -51,7 +51,7 @@ def test_golden() -> None:
           %0 : f32[2, 4]
           w1 : f32[4, 4] on nvme, gradient on host
           w2 : f32[4, 4] on nvme, gradient on host
-        head
+        prologue
           fetch w0 at 155648  # lower_gathers
           upload w0  # lower_gathers
           allgather w0  # lower_gathers
@@ -92,7 +92,7 @@ def test_golden() -> None:
           %1 : f32[4, 2]
           %2 : f32[4, 2]
           %3 : f32[]
-        head
+        prologue
           fetch w2 at 147456  # lower_gathers
           upload w2  # lower_gathers
           fetch w1 at 151552  # lower_gathers
@@ -234,8 +234,8 @@ def test_the_schedule_says_what_the_graph_does() -> None:
         module, context = record.planned[kind]
         schedule = schedule_of(module.graph, context)
         nodes = list(nodes_calling(module.graph, *ops.LOWERED))
-        assert [(e.kind, schedule.tiles[e.tile].name, e.turn) for e in schedule.events] == [
-            (str(n.target._opname), context.tile_of(n).name, event_of(n).turn) for n in nodes
+        assert [(e.kind, schedule.tiles[e.tile].name, e.for_backward) for e in schedule.events] == [
+            (str(n.target._opname), context.tile_of(n).name, event_of(n).for_backward) for n in nodes
         ]
         assert [o.index for o in schedule.operators] == list(range(operators_in(module.graph)))
         assert all(t.gradient_tier is not None for t in schedule.tiles)
@@ -329,7 +329,7 @@ def test_random_chains(built: Builder) -> None:
     count = operators_in(built.graph)
     ledger = Ledger(spans(built.graph, built.context), count, None)
     if built.context.budget is not None:
-        assert all(ledger.at(operator) <= built.context.budget for operator in range(HEAD, count))
+        assert all(ledger.at(operator) <= built.context.budget for operator in range(PROLOGUE, count))
 
 
 @settings(max_examples=60, deadline=None)
@@ -340,7 +340,7 @@ def test_random_chains(built: Builder) -> None:
     shared=st.booleans(),
 )
 def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | None, shared: bool) -> None:
-    """Forward, turn and backward of a chain, hand-built: what forward starts is what backward needs at its head."""
+    """Forward and backward of a chain, hand-built: what forward starts is what backward needs in its prologue."""
     options = {} if tiles is None else {"device_memory": tiles * SIZE * SIZE * 4}
     names = [f"w{0 if shared and i == depth - 1 else i}" for i in range(depth)]
     made = []
@@ -360,10 +360,12 @@ def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | 
     except PlanError as error:
         assert "raise device_memory" in str(error)
         return
-    forward.knows(successor_head=each.head(backward.graph, backward.context))
+    forward.knows(successor_prologue=each.prologue(backward.graph, backward.context))
     forward.check_values(each)
-    turned = [(n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).turn]
-    due = [(transfer.op, forward.context.keys[transfer.tile].token) for transfer in forward.context.successor_head]
+    turned = [
+        (n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).for_backward
+    ]
+    due = [(transfer.op, forward.context.keys[transfer.tile].token) for transfer in forward.context.successor_prologue]
     assert set(turned) <= set(due) and len(turned) == len(set(turned))
     assert tiles is not None or set(turned) == set(due)
 

@@ -16,7 +16,7 @@ from torch import nn
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.errors import PlanError
-from zinf_fx.passes.ir.framework import HeadTransfer, event_of, nodes_calling, operator_of
+from zinf_fx.passes.ir.framework import PrologueTransfer, event_of, nodes_calling, operator_of
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, spans
 from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
@@ -24,7 +24,7 @@ from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 DISTANCES = [(1, 2, 3), (0, 0, 0), (0, 0, 1), (0, 1, 2), (2, 2, 2), (1, 4, 9)]
 KIB = 1024
@@ -41,26 +41,26 @@ def chain(count: int, size: int = 16, kind: str = "forward", **options: object) 
     return built
 
 
-def places(built: Builder, op: object, turn: bool = False) -> dict[str, int]:
+def places(built: Builder, op: object, for_backward: bool = False) -> dict[str, int]:
     """By tile, the operator in which `op` stands."""
     nodes = nodes_calling(built.graph, op)
-    return {built.context.tile_of(n).name: operator_of(n) for n in nodes if event_of(n).turn == turn}
+    return {built.context.tile_of(n).name: operator_of(n) for n in nodes if event_of(n).for_backward == for_backward}
 
 
 def peak(built: Builder) -> int:
     ledger = Ledger(spans(built.graph, built.context), operators_in(built.graph), None)
-    return max(ledger.at(operator) for operator in range(HEAD, operators_in(built.graph)))
+    return max(ledger.at(operator) for operator in range(PROLOGUE, operators_in(built.graph)))
 
 
 def test_in_inference_so_much_is_under_way_that_the_disk_has_more_when_it_is_done() -> None:
     """Matrices of 16 MiB: with eight of them before it, a fetch fills 128 MiB."""
     built = chain(12, 2048, "inference")
     Prefetch()(built.graph, built.context)
-    assert places(built, ops.fetch) == {f"w{i}": max(i - 8, HEAD) for i in range(12)}
-    assert places(built, ops.upload) == {f"w{i}": max(i - 2, HEAD) for i in range(12)}
+    assert places(built, ops.fetch) == {f"w{i}": max(i - 8, PROLOGUE) for i in range(12)}
+    assert places(built, ops.upload) == {f"w{i}": max(i - 2, PROLOGUE) for i in range(12)}
     small = chain(8, kind="inference")
     Prefetch()(small.graph, small.context)
-    assert set(places(small, ops.fetch).values()) == {HEAD}
+    assert set(places(small, ops.fetch).values()) == {PROLOGUE}
     budgeted = chain(12, 2048, "inference", host_memory="240MiB")  # 192 MiB of gradients live there
     Prefetch()(budgeted.graph, budgeted.context)
     assert peak(budgeted) <= 48 << 20
@@ -124,7 +124,7 @@ def test_golden() -> None:
           w3 : f32[16, 16] on nvme, gradient on host
           w4 : f32[16, 16] on nvme, gradient on host
           %0 : f32[2, 16]
-        head
+        prologue
           fetch w0  # lower_gathers
           upload w0  # lower_gathers
           allgather w0  # lower_gathers
@@ -184,7 +184,7 @@ def test_golden_of_backward() -> None:
           w2 : f32[4, 4] on nvme, gradient on host
           w3 : f32[4, 4] on nvme, gradient on host
           %0 : f32[4, 4]
-        head
+        prologue
           fetch w3  # lower_gathers
           upload w3  # lower_gathers
           fetch w2  # lower_gathers
@@ -237,18 +237,18 @@ def test_distances(count: int, distances: tuple[int, int, int]) -> None:
     built = chain(count)
     built.run(Prefetch(distances))
     for op, distance in zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True):
-        assert places(built, op) == {f"w{i}": max(i - distance, HEAD) for i in range(count)}
+        assert places(built, op) == {f"w{i}": max(i - distance, PROLOGUE) for i in range(count)}
 
 
 def test_without_prefetching_each_transfer_starts_in_its_operator() -> None:
     built = chain(3)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, 2, 1),))
+    built.knows(successor_prologue=(PrologueTransfer(ops.fetch, 2, 1),))
     built.knows(config=Config(placement="nvme", prefetch=None))
     each = Prefetch(None)
     for op in ops.TRANSFERS:
         each(built.graph, built.context)
         assert places(built, op) == {"w0": 0, "w1": 1, "w2": 2}
-    assert not places(built, ops.fetch, turn=True) and each.head(built.graph, built.context) == ()
+    assert not places(built, ops.fetch, for_backward=True) and each.prologue(built.graph, built.context) == ()
 
 
 def test_in_one_operator_the_nearer_use_comes_first() -> None:
@@ -259,7 +259,7 @@ def test_in_one_operator_the_nearer_use_comes_first() -> None:
     assert first == [("w1", ops.allgather), ("w2", ops.upload), ("w3", ops.fetch)]
 
 
-# -- the turn ---------------------------------------------------------------------------------------------------------
+# -- for backward -----------------------------------------------------------------------------------------------------
 
 
 def layers(count: int, **options: object) -> Record:
@@ -281,27 +281,27 @@ def test_the_turn_is_exact(count: int, distances: tuple[int, int, int]) -> None:
     due, started = {}, {}
     for op, distance in zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True):
         due |= {(op, name): max(length + at - distance, 0) for name, at in use.items() if at < distance}
-        turned = [n for n in nodes_calling(forward.graph, op) if event_of(n).turn]
+        turned = [n for n in nodes_calling(forward.graph, op) if event_of(n).for_backward]
         started |= {(op, before.tile_of(n).name): operator_of(n) for n in turned}
     assert started == due
-    in_head = {
+    in_prologue = {
         (n.target, after.tile_of(n).name)
         for n in nodes_calling(backward.graph, *ops.TRANSFERS)
-        if operator_of(n) == HEAD
+        if operator_of(n) == PROLOGUE
     }
-    assert started.keys() == in_head
+    assert started.keys() == in_prologue
 
 
 def test_an_inference_graph_has_no_turn() -> None:
     built = chain(3)
     built.run(Prefetch())
-    assert not any(places(built, op, turn=True) for op in ops.TRANSFERS)
+    assert not any(places(built, op, for_backward=True) for op in ops.TRANSFERS)
 
 
 def test_a_graph_without_operators() -> None:
     built = Builder("forward", {"w0": (4, 4)})
     built.returns(built.input(2), built.token("w0"))
-    built.knows(successor_head=(HeadTransfer(ops.fetch, 0, 3),))
+    built.knows(successor_prologue=(PrologueTransfer(ops.fetch, 0, 3),))
     built.check(
         SinkGathers(),
         Regions(),
@@ -319,19 +319,19 @@ def test_a_graph_without_operators() -> None:
 
 @pytest.mark.parametrize(("tiles", "start"), [(1, 2), (2, 1), (3, 0)])
 def test_the_turn_holds_on_to_a_tile_at_no_cost(tiles: int, start: int) -> None:
-    """The last tile of forward is the first of backward: from its own fetch on, the turn may hold it too."""
+    """The last tile of forward is the first of backward: from its own fetch on, it may be held for backward, too."""
     built = chain(3, device_memory=tiles * KIB)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, 2, 3),))
+    built.knows(successor_prologue=(PrologueTransfer(ops.fetch, 2, 3),))
     built.run(Prefetch((1, 2, 3)))
-    assert places(built, ops.fetch, turn=True) == {"w2": start}
+    assert places(built, ops.fetch, for_backward=True) == {"w2": start}
     assert peak(built) == tiles * KIB
 
 
 def test_a_turn_that_never_fits_is_left_out() -> None:
     built = chain(3, device_memory=KIB)
-    built.knows(successor_head=(HeadTransfer(ops.fetch, 0, 3), HeadTransfer(ops.upload, 0, 2)))
+    built.knows(successor_prologue=(PrologueTransfer(ops.fetch, 0, 3), PrologueTransfer(ops.upload, 0, 2)))
     built.run(Prefetch((1, 2, 3)))
-    assert not places(built, ops.fetch, turn=True) and not places(built, ops.upload, turn=True)
+    assert not places(built, ops.fetch, for_backward=True) and not places(built, ops.upload, for_backward=True)
 
 
 # -- the budget -------------------------------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ def test_prefetching_shrinks_to_the_budget(tiles: int) -> None:
     built = chain(8, device_memory=tiles * KIB)
     built.run(Prefetch((1, 2, 3)))
     assert peak(built) == min(tiles, 4) * KIB
-    # Nothing is in use at the head: as many tiles as the budget holds may be fetched there.
-    earliest = [HEAD if i < tiles else i - tiles + 1 for i in range(8)]
+    # Nothing is in use in the prologue: as many tiles as the budget holds may be fetched there.
+    earliest = [PROLOGUE if i < tiles else i - tiles + 1 for i in range(8)]
     for op, distance in zip((ops.allgather, ops.upload, ops.fetch), (1, 2, 3), strict=True):
-        assert places(built, op) == {f"w{i}": max(i - distance, earliest[i], HEAD) for i in range(8)}
+        assert places(built, op) == {f"w{i}": max(i - distance, earliest[i], PROLOGUE) for i in range(8)}
 
 
 def test_the_smaller_budget_counts() -> None:
@@ -364,7 +364,7 @@ def test_a_large_tile_waits_and_the_small_ones_behind_it_too() -> None:
     built.returns(x)
     built.run(SinkGathers(), Regions(), LowerGathers(), Prefetch((1, 2, 3)))
     # `big` and `c` fill the budget together.
-    assert places(built, ops.fetch) == {"a": HEAD, "big": HEAD, "c": 1, "d": 2}
+    assert places(built, ops.fetch) == {"a": PROLOGUE, "big": PROLOGUE, "c": 1, "d": 2}
     assert peak(built) == 8 * KIB
 
 
@@ -381,7 +381,8 @@ def test_the_error_names_gradients_too() -> None:
 
 @pytest.mark.parametrize("tiles", [3, slow(4), 5, slow(6), slow(7), 8])
 def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
-    """Forward with the turn, and backward with gradients that wait; checked by the specification as well."""
+    """Forward with what it starts for backward, and backward with gradients that wait; checked by the specification as
+    well."""
     model = Expression(
         lambda m, x: m.stack(x).relu().sum(), stack=nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
     )
@@ -394,8 +395,8 @@ def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
         ledger = Ledger(spans(graph, context), operators_in(graph), tiles * KIB)
         assert ledger.over_budget() is None, kind
     forward = record.planned["forward"][0].graph
-    turned = [n for n in nodes_calling(forward, ops.fetch) if event_of(n).turn]
-    assert len(turned) == 2  # what backward needs at its head: it begins with an operator that uses no tile
+    turned = [n for n in nodes_calling(forward, ops.fetch) if event_of(n).for_backward]
+    assert len(turned) == 2  # what backward needs in its prologue: it begins with an operator that uses no tile
 
 
 def test_offloads_wait_only_where_there_is_room() -> None:

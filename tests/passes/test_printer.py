@@ -20,7 +20,7 @@ from zinf_fx.passes.lowering.lower_gathers import LowerGathers
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 
 def everything() -> Builder:
@@ -28,7 +28,7 @@ def everything() -> Builder:
     x = built.input(2, 4, dtype=torch.bfloat16)
     token = built.token("a.weight")
     for op in ops.TRANSFERS:
-        built.graph.call_function(op, (token,)).meta = {OPERATOR: HEAD, MADE_BY: "prefetch"}
+        built.graph.call_function(op, (token,)).meta = {OPERATOR: PROLOGUE, MADE_BY: "prefetch"}
     ahead = built.graph.call_function(ops.fetch, (built.token("frozen"),))
     weight = built.call(ops.wait, token, [4, 4], torch.bfloat16, torch.device("cpu"))
     halves = built.call(aten.split.Tensor, weight, 2, dim=1)
@@ -42,7 +42,7 @@ def everything() -> Builder:
         node.meta[OPERATOR] = 0
     for node in list(built.graph.nodes)[-2:]:
         node.meta[OPERATOR] = 1
-    give_event(ahead, built.context, 0, turn=True)
+    give_event(ahead, built.context, 0, for_backward=True)
     built.knows(provided=frozenset({"operators"}))
     built.returns(total, None, token, shard)
     return built
@@ -55,7 +55,7 @@ def test_golden() -> None:
           a.weight : bf16[4, 4] on nvme, gradient on host
           frozen : bf16[4] on nvme
           %0 : bf16[2, 4]
-        head
+        prologue
           fetch a.weight  # prefetch
           upload a.weight  # prefetch
           allgather a.weight  # prefetch

@@ -21,8 +21,8 @@ from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 from zinf_fx.passes.scheduling.prefetch import Prefetch
 from zinf_fx.passes.scheduling.residency import Gap, choose_residency, take
-from zinf_fx.plan.journeys import Between
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.lifetimes import Reuse
+from zinf_fx.plan.schedule import PROLOGUE
 
 KIB = 1024
 
@@ -124,13 +124,15 @@ def test_what_stays_needs_no_turn() -> None:
     for name in names:
         x = forward.call(aten.mm.default, x, forward.gather(name))
     forward.returns(x)
-    forward.knows(successor_head=Prefetch().head(backward.graph, backward.context))
+    forward.knows(successor_prologue=Prefetch().prologue(backward.graph, backward.context))
     forward.run(SinkGathers(), Regions(), LowerGathers(), Prefetch())
-    assert any(event_of(node).turn for node in nodes_calling(forward.graph, ops.fetch))
+    assert any(event_of(node).for_backward for node in nodes_calling(forward.graph, ops.fetch))
     decided(forward, backward)
     stay = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.release) if event_of(n).resident}
-    turn = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.fetch) if event_of(n).turn}
-    assert stay and not stay & turn
+    for_backward = {
+        forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.fetch) if event_of(n).for_backward
+    }
+    assert stay and not stay & for_backward
 
 
 def test_small_parameters_stay_without_a_budget() -> None:
@@ -160,7 +162,7 @@ def test_the_budget_holds(budget: int, prefetch: tuple[int, int, int] | None) ->
     for built in graphs:
         count = operators_in(built.graph)
         ledger = Ledger(spans(built.graph, built.context), count, None)
-        assert all(ledger.at(operator) <= budget for operator in range(HEAD, count))
+        assert all(ledger.at(operator) <= budget for operator in range(PROLOGUE, count))
 
 
 def _saved_at_most(gaps: Sequence[Gap], free: Sequence[int]) -> int:
@@ -184,7 +186,7 @@ def test_of_one_size_as_many_are_saved_as_can_be(order: list[int], free: list[in
     for operator, name in enumerate(order):
         uses.setdefault(name, []).append(operator)
     pairs = [pair for of_tile in uses.values() for pair in itertools.pairwise(of_tile)]
-    gaps = [Gap(Between(None, None, False), (range(a + 2, b + 1),), 1, False) for a, b in pairs]
+    gaps = [Gap(Reuse(None, None, False), (range(a + 2, b + 1),), 1, False) for a, b in pairs]
     gaps.sort(key=lambda gap: gap.positions[0].stop)
     left = list(free)
     assert sum(take(left, gap) for gap in gaps) == _saved_at_most(gaps[:10], free) or len(gaps) > 10

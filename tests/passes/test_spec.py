@@ -14,8 +14,8 @@ from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir import spec
 from zinf_fx.passes.ir.framework import (
     OPERATOR,
-    HeadTransfer,
     Pass,
+    PrologueTransfer,
     event_of,
     give_event,
     nodes_calling,
@@ -62,8 +62,8 @@ def forward() -> Builder:
     """Two operators; the next graph needs `b`, then `a`."""
     built = lowered()
     a, b = 0, 1
-    head = [HeadTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
-    built.knows(successor_head=(*head, HeadTransfer(ops.fetch, a, 1)))
+    head = [PrologueTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
+    built.knows(successor_prologue=(*head, PrologueTransfer(ops.fetch, a, 1)))
     built.run(Prefetch())
     return built
 
@@ -91,12 +91,12 @@ def resident() -> Builder:
     return built
 
 
-def the(built: Builder, op: object, tile: str, turn: bool = False) -> fx.Node:
+def the(built: Builder, op: object, tile: str, for_backward: bool = False) -> fx.Node:
     """The node that calls `op` for `tile`."""
     return next(
         n
         for n in nodes_calling(built.graph, op)
-        if n.args[0] is built.token(tile) and (ops.EVENT in n.meta and event_of(n).turn) == turn
+        if n.args[0] is built.token(tile) and (ops.EVENT in n.meta and event_of(n).for_backward) == for_backward
     )
 
 
@@ -105,12 +105,12 @@ def output(built: Builder) -> fx.Node:
 
 
 def insert(
-    built: Builder, before: fx.Node, op: object, *args: object, operator: int = 0, turn: bool = False
+    built: Builder, before: fx.Node, op: object, *args: object, operator: int = 0, for_backward: bool = False
 ) -> fx.Node:
     with built.graph.inserting_before(before):
         node = built.graph.call_function(op, args)
     if op in ops.LOWERED and "lowered" in built.context.provided:
-        give_event(node, built.context, operator, turn=turn)
+        give_event(node, built.context, operator, for_backward=for_backward)
     else:
         node.meta[OPERATOR] = operator
     return node
@@ -160,7 +160,7 @@ def an_operator_is_left_out(built: Builder) -> None:
     output(built).prev.meta[OPERATOR] = 3
 
 
-@case(regions, "but operator 1 follows the head")
+@case(regions, "but operator 1 follows the prologue")
 def the_first_operator_is_left_out(built: Builder) -> None:
     for node in built.graph.nodes:
         if node.meta.get(OPERATOR) == 0:
@@ -202,7 +202,7 @@ for step, following in zip(STEPS, [*STEPS[1:], STEPS[0]], strict=True):
         node = the(built, step, "a")
         insert(built, node, step, *node.args)
 
-    ends = "the journey of 'a' ends before its release"
+    ends = "the lifetime of 'a' ends before its release"
     comes = rf"events\[\d\] \({due}\) of 'a' comes where {name} is due"
     CASES[f"no {name}"] = (lowered, missing, "in this order, but " + (ends if name == "release" else comes))
     again = rf"events\[\d\] \({name}\) of 'a' comes where {due} is due"
@@ -276,7 +276,10 @@ def the_wrong_gradient_is_offloaded(built: Builder) -> None:
     last.args = (last.args[0], the(built, ops.reduce_scatter, "a"))
 
 
-@case(forward, r"bytes in flight stay within the budget, but the head has 2048 of 1024 bytes \(tile '.' \(1024 bytes\)")
+@case(
+    forward,
+    r"bytes in flight stay within the budget, but the prologue has 2048 of 1024 bytes \(tile '.' \(1024 bytes\)",
+)
 def more_is_in_flight_than_the_budget_allows(built: Builder) -> None:
     built.knows(config=replace(built.context.config, device_memory=KIB))
 
@@ -291,31 +294,31 @@ def gradients_wait_longer_than_the_budget_allows(built: Builder) -> None:
     built.knows(config=replace(built.context.config, device_memory=2 * KIB))
 
 
-@case(forward, "the turn starts what the next graph needs at its head, but it has no need of one more for 'a'")
+@case(forward, "forward starts what backward needs in its prologue, but it has no need of one more for 'a'")
 def the_turn_moves_what_the_next_graph_does_not_need(built: Builder) -> None:
-    insert(built, output(built), ops.upload, built.token("a"), turn=True, operator=1)
+    insert(built, output(built), ops.upload, built.token("a"), for_backward=True, operator=1)
 
 
-@case(forward, r"but events\[\d+\] \(fetch\) of 'b' comes where nothing more of the turn is due")
+@case(forward, r"but events\[\d+\] \(fetch\) of 'b' comes where nothing more for backward is due")
 def the_turn_moves_a_tile_twice(built: Builder) -> None:
-    insert(built, output(built), ops.fetch, built.token("b"), turn=True, operator=1)
+    insert(built, output(built), ops.fetch, built.token("b"), for_backward=True, operator=1)
 
 
-@case(backward, r"events\[\d+\] \(fetch\) of 'b' is marked as one of the turn")
+@case(backward, r"events\[\d+\] \(fetch\) of 'b' is marked as one for backward")
 def a_backward_graph_has_a_turn(built: Builder) -> None:
-    insert(built, output(built), ops.fetch, built.token("b"), turn=True, operator=2)
+    insert(built, output(built), ops.fetch, built.token("b"), for_backward=True, operator=2)
 
 
 @case(forward, r"but events\[\d+\] \(upload\) of 'b' comes where fetch is due")
-def the_turn_uploads_before_it_fetches(built: Builder) -> None:
-    fetch = the(built, ops.fetch, "b", turn=True)
+def forward_uploads_for_backward_before_it_fetches(built: Builder) -> None:
+    fetch = the(built, ops.fetch, "b", for_backward=True)
     output(built).prepend(fetch)
     put(fetch, 1)
 
 
 @case(forward, "but there is no fetch of 'a'")
 def the_turn_leaves_a_tile_out(built: Builder) -> None:
-    built.graph.erase_node(the(built, ops.fetch, "a", turn=True))
+    built.graph.erase_node(the(built, ops.fetch, "a", for_backward=True))
 
 
 @case(resident, r"that of 'a' doesn't go with its next fetch \(what a release leaves in memory is there at the next")

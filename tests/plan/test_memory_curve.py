@@ -14,7 +14,7 @@ from zinf_fx.frontend.explain import explain, plan_model
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator, host_arena
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Operator, Tile
 from zinf_fx.plan.show.curve import ASCII, BLOCKS
 from zinf_fx.plan.show.json import to_json
 from zinf_fx.plan.show.memory_curve import host_arena_curve, in_flight, render_curves
@@ -58,7 +58,7 @@ def test_what_the_arena_holds_from_event_to_event():
         Tile("b", (512, 1024), torch.float32, "nvme", "host", state_tier="nvme"),
     )
     events = (
-        *(Event(kind, 0, HEAD) for kind in ("fetch", "upload", "allgather")),
+        *(Event(kind, 0, PROLOGUE) for kind in ("fetch", "upload", "allgather")),
         *(Event(kind, 1, 0) for kind in ("fetch", "upload", "allgather")),
         Event("wait", 0, 0),
         Event("release", 0, 0),
@@ -84,7 +84,7 @@ def test_the_curves_have_the_peaks_of_the_tables(placement: str, prefetch: tuple
         assert host_arena_curve(plan, graph).peak == uses[graph.kind]
         curve = in_flight(plan, graph)
         assert curve.peak == max(flow.device + flow.host for flow in of_graph)
-        assert [HEAD, *range(len(graph.operators))] == [flow.operator for flow in of_graph]
+        assert [PROLOGUE, *range(len(graph.operators))] == [flow.operator for flow in of_graph]
 
 
 @pytest.mark.parametrize("budget", ["16MiB", "24MiB"])

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf_fx.plan.memory.lifetimes import Lifetime, profile
+from zinf_fx.plan.memory.buffers import PlannedBuffer, profile
 from zinf_fx.plan.memory.packing import Packing, pack
 from zinf_fx.runtime.memory.freelist import FreeList
 
 END = 40
 
 
-def buffer(nbytes: int, *spans: tuple[int, int]) -> Lifetime:
-    return Lifetime("tile", "", nbytes, tuple(range(*span) for span in spans))
+def buffer(nbytes: int, *spans: tuple[int, int]) -> PlannedBuffer:
+    return PlannedBuffer("tile", "", nbytes, tuple(range(*span) for span in spans))
 
 
-def overlap(one: Lifetime, other: Lifetime) -> bool:
+def overlap(one: PlannedBuffer, other: PlannedBuffer) -> bool:
     return any(a.start < b.stop and b.start < a.stop for a in one.spans for b in other.spans)
 
 
-def check(buffers: Sequence[Lifetime], packing: Packing) -> None:
+def check(buffers: Sequence[PlannedBuffer], packing: Packing) -> None:
     placed = list(zip(packing.offsets, buffers, strict=True))
     assert packing.nbytes == max((offset + b.nbytes for offset, b in placed), default=0)
     for (one, a), (other, b) in itertools.combinations(placed, 2):
@@ -32,7 +32,7 @@ def check(buffers: Sequence[Lifetime], packing: Packing) -> None:
 
 
 @st.composite
-def lifetimes(draw: st.DrawFn) -> Lifetime:
+def lifetimes(draw: st.DrawFn) -> PlannedBuffer:
     start, length = draw(st.integers(0, END - 1)), draw(st.integers(1, END))
     nbytes = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16, 60]))
     if length == END:
@@ -44,7 +44,7 @@ def lifetimes(draw: st.DrawFn) -> Lifetime:
 
 @settings(max_examples=100, deadline=None)
 @given(buffers=st.lists(lifetimes(), max_size=24), bottom=st.integers(0, 2))
-def test_no_two_overlap_and_at_most_half_is_lost(buffers: list[Lifetime], bottom: int) -> None:
+def test_no_two_overlap_and_at_most_half_is_lost(buffers: list[PlannedBuffer], bottom: int) -> None:
     packing = pack(buffers, END, min(bottom, len(buffers)))
     check(buffers, packing)
     assert packing.nbytes <= 2 * max(profile(buffers, END), default=0)
@@ -53,7 +53,8 @@ def test_no_two_overlap_and_at_most_half_is_lost(buffers: list[Lifetime], bottom
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), count=st.integers(1, 12), nbytes=st.integers(1, 5))
 def test_nothing_is_lost_where_a_step_streams(data: st.DataObject, count: int, nbytes: int) -> None:
-    """Forward streams tiles, backward streams them in reverse; some stay over the turn, some over the step's end."""
+    """Forward streams tiles, backward streams them in reverse; some stay from forward to backward, some over the step's
+    end."""
     over_turn = data.draw(st.integers(0, count - 1))
     over_end = data.draw(st.integers(0, count - 1 - over_turn))
     end = 2 * count + 2

@@ -89,7 +89,7 @@ def test_other_fields_take_another_number() -> None:
     published = json.loads(PUBLISHED.read_text())
     del published["$defs"]["Tile"]["properties"]["dtype"]
     digest = hashlib.sha256(json.dumps(published).encode()).hexdigest()[:12]
-    assert (SCHEMA, digest) == (8, "e0d3d946557e"), "raise SCHEMA in zinf_fx/plan/plan.py, and put both here"
+    assert (SCHEMA, digest) == (9, "0bff218652c3"), "raise SCHEMA in zinf_fx/plan/plan.py, and put both here"
 
 
 def event(kind: str) -> Callable[[dict], dict]:
@@ -99,7 +99,7 @@ def event(kind: str) -> Callable[[dict], dict]:
 def swap(plan: dict, first: str, second: str) -> None:
     """An event stands before one that it must follow: a circle of what waits for what."""
     events = plan["graphs"][0]["events"]
-    one = next(n for n, e in enumerate(events) if e["kind"] == first and not {"turn", "resident"} & e.keys())
+    one = next(n for n, e in enumerate(events) if e["kind"] == first and not {"for_backward", "resident"} & e.keys())
     other = next(n for n, e in enumerate(events) if e["kind"] == second and e["tile"] == events[one]["tile"])
     events[one]["kind"], events[other]["kind"] = second, first
     for number in (one, other):
@@ -199,7 +199,10 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
     "negative extent": (lambda p: event("fetch")(p).update(offset=-4096), r"offset=-4096 is less than 0"),
     "extent behind the end": (lambda p: event("fetch")(p).update(offset=2**40), "lies in its region|has one offset"),
     "region of any size": (lambda p: p["regions"].update(host=2**60), "region"),
-    "a turn in backward": (lambda p: p["graphs"][1]["events"][0].update(turn=True), "as one of the turn"),
+    "started for backward in backward": (
+        lambda p: p["graphs"][1]["events"][0].update(for_backward=True),
+        "as one for backward",
+    ),
     "as many elements as a chunk has bytes": (
         lambda p: p["regions"].update(chunk_elements=p["config"]["chunk"]),
         "more than `config.chunk` bytes hold",

@@ -18,7 +18,7 @@ from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
 from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, GraphSchedule, MemoryRegions, Operator, Tile
+from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
@@ -167,9 +167,9 @@ JOURNEY = ("fetch", "upload", "allgather")
 def inference(
     head: tuple[int, ...], starts: dict[int, tuple[int, ...]], tier: str = "nvme", world_size: int = 1
 ) -> Plan:
-    """Three operators that need a tile each; `head` and `starts` say which tiles' journeys begin where."""
+    """Three operators that need a tile each; `head` and `starts` say which tiles' live ranges begin where."""
     tiles = tuple(Tile(f"w{i}", (BLOCK // 4,), torch.float32, tier, None) for i in range(3))
-    events = [Event(kind, tile, HEAD) for tile in head for kind in JOURNEY]
+    events = [Event(kind, tile, PROLOGUE) for tile in head for kind in JOURNEY]
     for operator in range(3):
         events += [Event(kind, tile, operator) for tile in starts.get(operator, ()) for kind in JOURNEY]
         events += [Event("wait", operator, operator), Event("release", operator, operator)]
@@ -246,13 +246,13 @@ TWO = replace(
 SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 
 
-def training(gradient_tier: str = "nvme", turn: bool = False) -> Plan:
+def training(gradient_tier: str = "nvme", for_backward: bool = False) -> Plan:
     """One operator each way."""
     shards = {"ranks": 2, "shard": BLOCK // 2, "partitioned": True}
     tile = Tile("w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
     operators = (Operator(0, "mm", 1),)
-    there = [Event(kind, 0, HEAD) for kind in JOURNEY]
-    ahead = [Event(kind, 0, 0, turn=True) for kind in JOURNEY] if turn else []
+    there = [Event(kind, 0, PROLOGUE) for kind in JOURNEY]
+    ahead = [Event(kind, 0, 0, for_backward=True) for kind in JOURNEY] if for_backward else []
     forward = (*there, *ahead, Event("wait", 0, 0), Event("release", 0, 0))
     backward = (
         *there,
@@ -647,7 +647,7 @@ def test_gradients_in_host_memory_are_not_written():
 
 def test_the_turn_starts_what_backward_begins_with():
     """Forward still has the tile, so it is neither read nor gathered again; its shard is uploaded meanwhile."""
-    found = simulate_plan(training(turn=True), TWO, SECONDS, overlap=False)
+    found = simulate_plan(training(for_backward=True), TWO, SECONDS, overlap=False)
     names_of_jobs = [job.name for job in found.jobs]
     assert names_of_jobs.count("fetch w") == names_of_jobs.count("allgather w") == 1
     times = timeline(found)

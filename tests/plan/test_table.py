@@ -12,7 +12,7 @@ from zinf_fx import Config
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases, traffic
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Operator, Tile
 from zinf_fx.plan.show import table
 from zinf_fx.plan.show.names import GraphNames, abbreviate, module_of
 from zinf_fx.plan.show.table import render
@@ -29,21 +29,22 @@ def tiles(tier: str = "nvme", gradient_tier: str | None = None) -> tuple[Tile, .
 
 
 def hand_made(tier: str = "nvme") -> Plan:
-    """Two operators each way; distances of 1 everywhere, so that the turn is one tile's three transfers."""
+    """Two operators each way; distances of 1 everywhere, so that forward starts one tile's three transfers for
+    backward."""
     journey = ("fetch", "upload", "allgather")
     forward = (
-        *(Event(kind, tile, HEAD) for kind in journey for tile in (0, 1)),
+        *(Event(kind, tile, PROLOGUE) for kind in journey for tile in (0, 1)),
         *(Event(kind, 2, 0) for kind in journey),
         Event("wait", 0, 0),
         Event("wait", 1, 0),
         Event("release", 0, 0),
         Event("release", 1, 0),
-        *(Event(kind, 2, 1, turn=True) for kind in journey),
+        *(Event(kind, 2, 1, for_backward=True) for kind in journey),
         Event("wait", 2, 1),
         Event("release", 2, 1),
     )
     backward = (
-        *(Event(kind, 2, HEAD) for kind in journey),
+        *(Event(kind, 2, PROLOGUE) for kind in journey),
         *(Event(kind, 0, 0) for kind in journey),
         Event("wait", 2, 0),
         Event("release", 2, 0),
@@ -107,7 +108,7 @@ def test_the_text_fits_the_width(width: int):
 
 def test_paging_keeps_operator_numbers_and_says_what_is_shown():
     text = render(hand_made(), operators=range(1, 5))
-    assert "FORWARD: 2 operators, shown are 1 to 1" in text and "head  " not in text
+    assert "FORWARD: 2 operators, shown are 1 to 1" in text and "prologue  " not in text
     assert [line.split()[0] for line in text.splitlines() if line[:2].strip().isdigit()] == ["1", "1"]
     beyond = render(hand_made(), operators=range(7, 9))
     assert "FORWARD: 2 operators, none in the range asked for (the last is 1)" in beyond
@@ -117,7 +118,7 @@ def test_a_module_stands_for_its_tiles_only_where_they_move_together():
     text = render(hand_made())
     waits, gradients = [line for line in text.splitlines() if line.startswith(" 0")], text.partition("BACKWARD")[2]
     assert "0.up: matmul" in waits[0]
-    assert "1.up*" in text  # the turn
+    assert "1.up*" in text  # started by forward for backward
     assert "0.up" in gradients
 
 
@@ -153,7 +154,7 @@ def test_bytes_in_flight_and_moved():
     assert [(f.fetched, f.device, f.host) for f in flows(plan, forward)] == [
         (first + bias, first + bias, 0),
         (second, first + bias + second, 0),
-        (0, second, 0),  # the turn finds the tile there
+        (0, second, 0),  # what is started for backward finds the tile there
     ]
     assert [(f.fetched, f.device) for f in flows(plan, backward)] == [
         (0, second),
@@ -167,7 +168,7 @@ def test_bytes_in_flight_and_moved():
 
 
 def test_a_tile_that_waits_for_its_upload_is_in_host_memory():
-    where = {"fetch": HEAD, "upload": 0, "allgather": 0, "wait": 1, "release": 1}
+    where = {"fetch": PROLOGUE, "upload": 0, "allgather": 0, "wait": 1, "release": 1}
     events = tuple(Event(kind, 0, operator) for kind, operator in where.items())
     graph = GraphSchedule("inference", tiles()[:1], (Operator(0, "", 1), Operator(1, "mm", 1)), events)
     plan = Plan((graph,), Config(placement="nvme"))

@@ -43,8 +43,12 @@ class Moved(NamedTuple):
 
 def planned(plan: Plan) -> Moved:
     """What the plan says."""
-    gathered = [stay for stay in plan.journeys if stay.moves("allgather") and all_gathered(plan.tiles[stay.tile])]
-    gathers, reductions = len(gathered) + len(refreshed_tiles(plan)), len(plan.journeys.departures)
+    gathered = [
+        live_range
+        for live_range in plan.lifetimes
+        if live_range.moves("allgather") and all_gathered(plan.tiles[live_range.tile])
+    ]
+    gathers, reductions = len(gathered) + len(refreshed_tiles(plan)), len(plan.lifetimes.gradient_offloads)
     collectives = Counter(allgather=gathers, reduce=reductions)
     sent = sum(each.total for each in communication(plan))
     return Moved(+collectives, sent, sum(traffic.host_to_nvme for _, traffic in phases(plan)))

@@ -14,7 +14,7 @@ from torch import fx
 
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.activations.choices import FollowActivations
-from zinf_fx.passes.ir.framework import GraphContext, HeadTransfer
+from zinf_fx.passes.ir.framework import GraphContext, PrologueTransfer
 from zinf_fx.passes.lowering.offload_gradients import OffloadGradients
 from zinf_fx.passes.pipeline import Planned, divided_training, lowering, plan_of, run_passes, sizing
 from zinf_fx.passes.scheduling.follow_schedule import FollowSchedule, check_items
@@ -32,7 +32,7 @@ def follow_training(
     )
     steps = [*lowering(), OffloadGradients(), FollowSchedule(plan, "backward")]
     context = run_passes(backward.graph, context, steps)
-    forward_context = replace(forward_context, successor_head=_head_due(plan, backward.graph, context))
+    forward_context = replace(forward_context, successor_prologue=_prologue_due(plan, backward.graph, context))
     forward_context = run_passes(forward.graph, forward_context, [*lowering(), FollowSchedule(plan, "forward")])
     followed = (forward, forward_context), (backward, context)
     _check_followed(plan, followed)
@@ -48,11 +48,11 @@ def follow_inference(module: fx.GraphModule, context: GraphContext, plan: Plan) 
     return context
 
 
-def _head_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[HeadTransfer, ...]:
-    """What backward, scheduled, needs at its head from forward's turn: what doesn't stay for it anyway."""
-    there = plan.journeys.kept_at_begin(1)
-    head = Prefetch(context.config.prefetch).head(backward, context)
-    return tuple(transfer for transfer in head if transfer.tile not in there)
+def _prologue_due(plan: Plan, backward: fx.Graph, context: GraphContext) -> tuple[PrologueTransfer, ...]:
+    """What backward, scheduled, needs forward to start for its prologue: what doesn't stay for it anyway."""
+    there = plan.lifetimes.kept_at_begin(1)
+    prologue = Prefetch(context.config.prefetch).prologue(backward, context)
+    return tuple(transfer for transfer in prologue if transfer.tile not in there)
 
 
 def _check_followed(plan: Plan, modules: Sequence[Planned]) -> None:

@@ -27,8 +27,8 @@ from zinf_fx.passes.ir import spec
 from zinf_fx.passes.ir.framework import (
     MADE_BY,
     GraphContext,
-    HeadTransfer,
     Pass,
+    PrologueTransfer,
     computing,
     event_of,
     events_in,
@@ -91,9 +91,9 @@ def plan_training(
     def plan(limit: int | None) -> tuple[Planned, Planned]:
         activations = _activations(context, limit)
         forward, backward = divided_training(joint, joint_inputs, context, limit, activations, arguments)
-        # Backward first: forward has to start what backward needs at its head.
-        backward, head = _schedule(*backward, OffloadGradients())
-        forward, _ = _schedule(forward[0], replace(forward[1], successor_head=head))
+        # Backward first: forward has to start what backward needs in its prologue.
+        backward, prologue = _schedule(*backward, OffloadGradients())
+        forward, _ = _schedule(forward[0], replace(forward[1], successor_prologue=prologue))
         return tuple(_with_buffers([forward, backward]))
 
     return _within_budget(joint, context, plan)
@@ -208,15 +208,17 @@ def divided_training(
     return (forward, forward_context), (backward, backward_context)
 
 
-def _schedule(module: fx.GraphModule, context: GraphContext, *extra: Pass) -> tuple[Planned, tuple[HeadTransfer, ...]]:
-    """Schedule one graph; returns what it needs at its head, too."""
+def _schedule(
+    module: fx.GraphModule, context: GraphContext, *extra: Pass
+) -> tuple[Planned, tuple[PrologueTransfer, ...]]:
+    """Schedule one graph; returns what it needs in its prologue, too."""
     prefetch = Prefetch(context.config.prefetch)
     context = run_passes(module.graph, context, [*lowering(), *extra, prefetch])
-    return (module, context), prefetch.head(module.graph, context)
+    return (module, context), prefetch.prologue(module.graph, context)
 
 
 def lowering() -> list[Pass]:
-    """The passes that make operators, and what each tile's journey consists of."""
+    """The passes that make operators, and the live ranges of tiles."""
     return [PlaceWrites(), SinkGathers(), MultiplyQuantised(), Regions(), LowerGathers()]
 
 

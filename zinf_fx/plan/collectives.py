@@ -52,7 +52,7 @@ _NAMES = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 def _line(schedule: GraphSchedule, event: Event) -> str:
     label = schedule.tiles[event.tile].label
-    when = "for backward" if event.turn else ""
+    when = "for backward" if event.for_backward else ""
     stays = "in place" if event.resident else ""
     details = "".join(f", {detail}" for detail in (when, stays) if detail)
     return f"{schedule.kind}: the {_NAMES[event.kind]} of {label}{details}"

@@ -11,11 +11,11 @@ from pathlib import Path
 from zinf_fx.config import Config, Natural, Positive
 from zinf_fx.errors import PlanFileError
 from zinf_fx.plan.codec import encode
-from zinf_fx.plan.journeys import Journeys
+from zinf_fx.plan.lifetimes import Lifetimes
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 8
+SCHEMA = 9
 """Version of a plan file: another one for every change of its fields, and of when a buffer is needed, by which they are
 checked."""
 
@@ -89,9 +89,9 @@ class Plan:
         return self.graphs[0].tiles
 
     @cached_property
-    def journeys(self) -> Journeys:
+    def lifetimes(self) -> Lifetimes:
         """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
-        return Journeys(self.graphs)
+        return Lifetimes(self.graphs)
 
     @property
     def has_own_memory(self) -> bool:

@@ -1,4 +1,4 @@
-"""The schedule: what is moved and computed, in which order, as pure data. What events mean is in `plan.journeys`."""
+"""The schedule: what is moved and computed, in which order, as pure data. What events mean is in `plan.lifetimes`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EventKind = Literal[
 ]
 
 # The operator number of what happens before the first operator.
-HEAD = -1
+PROLOGUE = -1
 CHUNKS = 3
 """Chunks of an optimizer's step that are in memory: one is read, one updated, and one written."""
 
@@ -169,9 +169,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a tile's journey, started (or, for a wait, ended) in an operator.
+    """One step of a tile's live range, or of a gradient's way out, started (or, for a wait, ended) in an operator.
 
-    `turn`: the forward graph starts it for the backward graph.
+    `for_backward`: the forward graph starts it for the backward graph.
     `resident`: of a release, that the tile stays in memory until its next fetch; of that fetch and the upload and
     all-gather after it, that they find it there.
     `offset`: of a fetch, of an upload and of the offload of a gradient, where its buffer lies in the region of the
@@ -181,7 +181,7 @@ class Event:
     kind: EventKind
     tile: Natural
     operator: int
-    turn: bool = False
+    for_backward: bool = False
     resident: bool = False
     offset: Natural | None = None
 
@@ -227,7 +227,7 @@ class GraphSchedule:
     has_own_memory: bool = False
 
     def at(self, operator: int, kind: EventKind | None = None) -> list[Event]:
-        """The events of one operator (HEAD: before the first), optionally of one kind."""
+        """The events of one operator (PROLOGUE: before the first), optionally of one kind."""
         return [event for _, event in self.numbered(operator) if kind in (None, event.kind)]
 
     def numbered(self, operator: int) -> list[tuple[int, Event]]:

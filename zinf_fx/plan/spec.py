@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zinf_fx.errors import PlanError
-from zinf_fx.plan.journeys import TRANSFERS, At, Journeys
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule
+from zinf_fx.plan.lifetimes import TRANSFERS, At, Lifetimes
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule
 
 # What breaks a rule, and at which event; None: something is missing.
 Violations = Iterator[tuple[str, At | None]]
@@ -30,9 +30,9 @@ class StepGraphs:
     is_whole: bool
 
     @cached_property
-    def journeys(self) -> Journeys:
+    def lifetimes(self) -> Lifetimes:
         """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
-        return Journeys(self.graphs)
+        return Lifetimes(self.graphs)
 
     def name(self, index: int) -> str:
         """A tile's name in errors."""
@@ -64,7 +64,7 @@ def check_schedule(graphs: Sequence[GraphSchedule]) -> None:
 def violations(step: StepGraphs) -> Iterator[tuple[Rule, str, At | None]]:
     """What breaks the rules, in their order.
 
-    Raises: OutOfOrder and UnfinishedJourney, where the journeys themselves make no sense.
+    Raises: OutOfOrder and UnfinishedLifetime, where events don't make lifetimes.
     """
     for rule in RULES:
         for what, at in rule.check(step):
@@ -82,7 +82,7 @@ def _tables(step: StepGraphs) -> Violations:
 
 
 def _operators(step: StepGraphs) -> Violations:
-    last = dict.fromkeys(range(len(step.graphs)), HEAD)
+    last = dict.fromkeys(range(len(step.graphs)), PROLOGUE)
     for at, graph, event in step.events():
         before, count = last[at.graph], max(len(graph.operators), 1)
         if not before <= event.operator < count:
@@ -94,8 +94,8 @@ def _operators(step: StepGraphs) -> Violations:
 def _marks(step: StepGraphs) -> Violations:
     for at, graph, event in step.events():
         where = f"events[{at.number}] ({event.kind}) of {step.name(event.tile)}"
-        if event.turn and (graph.kind != "forward" or event.kind not in TRANSFERS):
-            yield f"{where} is marked as one of the turn", at
+        if event.for_backward and (graph.kind != "forward" or event.kind not in TRANSFERS):
+            yield f"{where} is marked as one for backward", at
         if event.resident and event.kind not in (*TRANSFERS, "release"):
             yield f"{where} is marked as resident", at
         if event.offset is not None and event.kind not in _WITH_OFFSET:
@@ -110,27 +110,27 @@ def _marks(step: StepGraphs) -> Violations:
 
 def _reductions(step: StepGraphs) -> Violations:
     counts: Counter[int] = Counter()
-    for departure in step.journeys.departures:
-        counts[departure.tile] += 1
+    for gradient in step.lifetimes.gradient_offloads:
+        counts[gradient.tile] += 1
         # Several uses of a parameter in tiles give a gradient of each tile each.
-        if counts[departure.tile] > 1 and step.graphs[0].tiles[departure.tile].rows is None:
-            yield f"that of {step.name(departure.tile)} comes a second time", departure.reduced
+        if counts[gradient.tile] > 1 and step.graphs[0].tiles[gradient.tile].rows is None:
+            yield f"that of {step.name(gradient.tile)} comes a second time", gradient.reduced
 
 
 def _kept(step: StepGraphs) -> Violations:
-    for stay in step.journeys:
-        events = step.graphs[stay.graph].events
-        found = [events[stay.steps[kind].number].resident for kind in TRANSFERS]
+    for live_range in step.lifetimes:
+        events = step.graphs[live_range.graph].events
+        found = [events[live_range.steps[kind].number].resident for kind in TRANSFERS]
         if any(found) and not all(found):
-            yield f"only some of the transfers of {step.name(stay.tile)} find it", stay.fetch
-    for tile in step.journeys.of_tile:
-        for before, after, next_step in step.journeys.between(tile):
+            yield f"only some of the transfers of {step.name(live_range.tile)} find it", live_range.fetch
+    for tile in step.lifetimes.of_tile:
+        for before, after, next_step in step.lifetimes.reuses(tile):
             if (step.is_whole or not next_step) and before.kept != (after.found == "kept"):
                 yield f"that of {step.name(tile)} doesn't go with its next fetch", before.release
 
 
-def _turn(step: StepGraphs) -> Violations:
-    for tile, ahead in step.journeys.unclaimed.items() if step.is_whole else ():
+def _boundary(step: StepGraphs) -> Violations:
+    for tile, ahead in step.lifetimes.unclaimed.items() if step.is_whole else ():
         for at in ahead.values():
             yield f"the forward graph fetches {step.name(tile)} for backward, which doesn't use it", at
 
@@ -141,5 +141,5 @@ RULES = (
     Rule("events are marked as their kind can be", _marks),
     Rule("each gradient of a tile is reduce-scattered once", _reductions),
     Rule("what a release leaves in memory is there at the next fetch", _kept),
-    Rule("what the turn starts, backward goes on with", _turn),
+    Rule("what forward starts for backward, backward goes on with", _boundary),
 )

@@ -17,10 +17,10 @@ from zinf_fx.config import Config
 from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import HEAD, Event, MemoryRegions, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
-OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; HEAD before the first
+OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; PROLOGUE before the first
 GROUP = "zinf_group"  # number of the group of operators that are one, as all micro-batches run them one after the other
 MADE_BY = "zinf_made_by"  # name of the pass that made the node
 
@@ -45,7 +45,7 @@ def start_argument(key: TileKey) -> dict[str, int]:
     return {"start": key.start} if key.start else {}
 
 
-class HeadTransfer(NamedTuple):
+class PrologueTransfer(NamedTuple):
     """A transfer of a tile that a graph needs before it begins: `operators_early` operators before its first."""
 
     op: torch._ops.OpOverload
@@ -68,7 +68,7 @@ class GraphContext:
         gradients: joint and backward: by position among the outputs of backward, the token of the parameter whose
             gradient it is.
         backward_outputs: joint only: how many of its last outputs are those of backward.
-        successor_head: what the next graph needs at its head; this graph starts it in its last operators.
+        successor_prologue: what the next graph needs in its prologue; this graph starts it in its last operators.
         provided: what the passes so far have established.
         divided: by token, the tiles of each parameter that has several, in the order of their rows.
         undivided: by token, why a parameter that exceeds the tile limit is one tile nevertheless.
@@ -91,7 +91,7 @@ class GraphContext:
     treatments: Mapping[str, Hashable] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
     backward_outputs: int = 0
-    successor_head: tuple[HeadTransfer, ...] = ()
+    successor_prologue: tuple[PrologueTransfer, ...] = ()
     provided: frozenset[str] = frozenset()
     divided: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
     undivided: Mapping[str, str] = field(default_factory=dict)
@@ -242,9 +242,9 @@ def event_of(node: fx.Node) -> Event:
     return node.meta[ops.EVENT]
 
 
-def give_event(node: fx.Node, context: GraphContext, operator: int, *, turn: bool = False) -> None:
+def give_event(node: fx.Node, context: GraphContext, operator: int, *, for_backward: bool = False) -> None:
     """Make a `zinf` node an event of the schedule."""
-    set_event(node, Event(ops.KINDS[node.target], context.numbers[key_of(node)], operator, turn=turn))
+    set_event(node, Event(ops.KINDS[node.target], context.numbers[key_of(node)], operator, for_backward=for_backward))
 
 
 def set_event(node: fx.Node, event: Event) -> None:
@@ -287,4 +287,4 @@ def size_at_hand(size: int | torch.SymInt) -> int | None:
 def operator_of(node: fx.Node) -> int:
     """The number of the operator that a node belongs to."""
     event = node.meta.get(ops.EVENT)
-    return node.meta.get(OPERATOR, HEAD) if event is None else event.operator
+    return node.meta.get(OPERATOR, PROLOGUE) if event is None else event.operator

@@ -1,7 +1,7 @@
 """Bytes in flight: what a graph's transfers hold in memory while each operator computes.
 
 [Note: bytes in flight]
-A tile is in flight from the operator that fetches it to the one that releases it, both included; what the turn fetches
+A tile is in flight from the operator that fetches it to the one that releases it, both included; what is fetched
 for the backward graph, to the end of the forward graph. A tile that stays in memory between two uses is in flight from
 the one to the other. A gradient is in flight from its reduce-scatter to its offload.
 Tiles and gradients that live on the device are where they belong, and not in flight.
@@ -17,8 +17,8 @@ from torch import fx
 
 from zinf_fx.passes.ir.framework import GraphContext, event_of, events_in, operator_of
 from zinf_fx.plan.intervals import merged, sums
-from zinf_fx.plan.journeys import Journeys
-from zinf_fx.plan.schedule import HEAD, GraphSchedule, Operator, Tile
+from zinf_fx.plan.lifetimes import Lifetimes
+from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule, Operator, Tile
 
 
 class InFlight(NamedTuple):
@@ -45,7 +45,7 @@ def gradient_bytes(tile: Tile) -> int:
 
 def operators_in(graph: fx.Graph) -> int:
     """How many operators a graph has."""
-    return 1 + max((operator_of(n) for n in graph.nodes if n.op not in ("placeholder", "output")), default=HEAD)
+    return 1 + max((operator_of(n) for n in graph.nodes if n.op not in ("placeholder", "output")), default=PROLOGUE)
 
 
 def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
@@ -55,19 +55,19 @@ def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
 
 
 def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:
-    """Everything that is in flight in a lowered graph. A tile that several stays hold is counted once."""
-    journeys, last = Journeys([outline(graph, context)]), operators_in(graph) - 1
+    """Everything that is in flight in a lowered graph. A tile in several live ranges at once is counted once."""
+    lifetimes, last = Lifetimes([outline(graph, context)]), operators_in(graph) - 1
     there: defaultdict[int, list[range]] = defaultdict(list)
-    for presence in journeys.presences(0):
+    for presence in lifetimes.presences(0):
         there[presence.tile].append(presence.operators)
     for number in context.staying:
-        there[number].append(range(HEAD, last + 1))
+        there[number].append(range(PROLOGUE, last + 1))
     found = []
     for number, operators in there.items():
         tile = context.table[number]
         for part in merged(operators):
             found.append(InFlight(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
-    for number, reduced, offloaded in journeys.departures:
+    for number, reduced, offloaded in lifetimes.gradient_offloads:
         tile = context.table[number]
         until = offloaded.operator if offloaded is not None else last
         found.append(InFlight(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
@@ -75,12 +75,12 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:
 
 
 class Ledger:
-    """Bytes in flight per operator, the head included, against a budget (None: no limit)."""
+    """Bytes in flight per operator, the prologue included, against a budget (None: no limit)."""
 
     def __init__(self, entries: Iterable[InFlight], operators: int, budget: int | None) -> None:
         self.entries = list(entries)
         self.budget = budget
-        everywhere = range(HEAD, operators)
+        everywhere = range(PROLOGUE, operators)
         live = sums([(range(entry.first, entry.last + 1), entry.nbytes) for entry in self.entries], everywhere)
         self._live = dict(zip(everywhere, live, strict=True))
 

@@ -4,7 +4,7 @@
     inputs
       a.weight : f32[4, 4] on nvme
       %0 : f32[2, 4]
-    head
+    prologue
       fetch a.weight  # lower_gathers
       upload a.weight  # lower_gathers
       allgather a.weight  # lower_gathers
@@ -32,7 +32,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.framework import MADE_BY, GraphContext, operator_of
-from zinf_fx.plan.schedule import HEAD, Event, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, Tile
 
 _ZINF_NAMES = {ops.gather: "gather", **ops.KINDS}
 _WIDTH = 120
@@ -86,7 +86,7 @@ def _section(node: fx.Node, context: GraphContext) -> str:
     if "operators" not in context.provided:
         return "nodes"
     number = operator_of(node)
-    return "head" if number == HEAD else f"operator {number}"
+    return "prologue" if number == PROLOGUE else f"operator {number}"
 
 
 class _Printer:
@@ -173,7 +173,7 @@ class _Printer:
 
 
 def _marks(event: Event) -> str:
-    text = " for backward" if event.turn else " resident" if event.resident else ""
+    text = " for backward" if event.for_backward else " resident" if event.resident else ""
     return text if event.offset is None else f"{text} at {event.offset}"
 
 

@@ -19,8 +19,8 @@ from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, TileKey, events_
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs, parts_of
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans
 from zinf_fx.passes.ir.printer import print_around
-from zinf_fx.plan.journeys import OutOfOrder, UnfinishedJourney
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.lifetimes import OutOfOrder, UnfinishedLifetime
+from zinf_fx.plan.schedule import PROLOGUE
 from zinf_fx.plan.spec import StepGraphs, violations
 
 Violations = Iterator[tuple[str, fx.Node]]
@@ -98,14 +98,14 @@ def _tokens(facts: Facts) -> Violations:
 
 
 def _operators(facts: Facts) -> Violations:
-    current = HEAD
+    current = PROLOGUE
     for node in facts.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if OPERATOR not in node.meta and ops.EVENT not in node.meta:
             yield "a node belongs to none", node
         elif operator_of(node) not in (current, current + 1):
-            before = f"operator {current}" if current != HEAD else "the head"
+            before = f"operator {current}" if current != PROLOGUE else "the prologue"
             yield f"operator {operator_of(node)} follows {before}", node
         current = operator_of(node)
 
@@ -136,15 +136,15 @@ def _no_gathers(facts: Facts) -> Violations:
         yield f"that of {facts.name(node)} is left", node
 
 
-def _journeys(facts: Facts) -> Violations:
+def _lifetimes(facts: Facts) -> Violations:
     try:
-        stays = list(facts.step.journeys)
-    except (OutOfOrder, UnfinishedJourney) as error:
+        live_ranges = list(facts.step.lifetimes)
+    except (OutOfOrder, UnfinishedLifetime) as error:
         yield str(error), facts.events[error.number] if isinstance(error, OutOfOrder) else facts.output
         return
-    for stay in stays:
-        if stay.number and not facts.context.comes_anew(facts.context.keys[stay.tile].token):
-            yield f"{facts.name(stay.tile)} is fetched once more", facts.events[stay.fetch.number]
+    for live_range in live_ranges:
+        if live_range.number and not facts.context.comes_anew(facts.context.keys[live_range.tile].token):
+            yield f"{facts.name(live_range.tile)} is fetched once more", facts.events[live_range.fetch.number]
 
 
 def _schedule(facts: Facts) -> Violations:
@@ -154,8 +154,8 @@ def _schedule(facts: Facts) -> Violations:
 
 
 def _reads(facts: Facts) -> Violations:
-    for stay in facts.step.journeys:
-        wait, release = (facts.events[stay.steps[kind].number] for kind in ("wait", "release"))
+    for live_range in facts.step.lifetimes:
+        wait, release = (facts.events[live_range.steps[kind].number] for kind in ("wait", "release"))
         for reader in readers_of(wait):
             if reader > release and reader is not facts.output:  # nodes compare by position
                 yield f"{facts.name(wait)} has been released", reader
@@ -175,10 +175,10 @@ def _offloads(facts: Facts) -> Violations:
         if position in facts.gradients:
             yield f"that of '{facts.context.tiles[token].name}' is still an output", facts.output
         due |= {facts.context.numbers[key] for key in facts.context.tiles_of(token)}
-    for departure in facts.step.journeys.departures:
-        due.discard(departure.tile)
-        if departure.offloaded is None:
-            yield f"that of {facts.name(departure.tile)} is not offloaded", facts.events[departure.reduced.number]
+    for gradient in facts.step.lifetimes.gradient_offloads:
+        due.discard(gradient.tile)
+        if gradient.offloaded is None:
+            yield f"that of {facts.name(gradient.tile)} is not offloaded", facts.events[gradient.reduced.number]
     for tile in sorted(due):
         yield f"that of {facts.name(tile)} is not reduce-scattered", facts.output
     for node in nodes_calling(facts.graph, ops.offload):
@@ -191,17 +191,17 @@ def _budget(facts: Facts) -> Violations:
     ledger = Ledger(spans(facts.graph, facts.context), operators_in(facts.graph), facts.context.budget)
     operator = ledger.over_budget()
     if operator is not None:
-        where = f"operator {operator}" if operator != HEAD else "the head"
+        where = f"operator {operator}" if operator != PROLOGUE else "the prologue"
         held = ", ".join(map(str, ledger.largest(operator)))
         inside = (node for node in facts.graph.nodes if operator_of(node) == operator and node.op == "call_function")
         yield f"{where} has {ledger.at(operator)} of {ledger.budget} bytes ({held})", next(inside, facts.output)
 
 
-def _turn(facts: Facts) -> Violations:
-    due = [(ops.KINDS[transfer.op], transfer.tile) for transfer in facts.context.successor_head]
+def _boundary(facts: Facts) -> Violations:
+    due = [(ops.KINDS[transfer.op], transfer.tile) for transfer in facts.context.successor_prologue]
     started = {
         (kind, tile): facts.events[at.number]
-        for tile, ahead in facts.step.journeys.unclaimed.items()
+        for tile, ahead in facts.step.lifetimes.unclaimed.items()
         for kind, at in ahead.items()
     }
     for one, node in started.items():
@@ -213,9 +213,9 @@ def _turn(facts: Facts) -> Violations:
                 yield f"there is no {kind} of {facts.name(tile)}", facts.output
 
 
-_JOURNEY = (
-    "a tile's journey is one fetch, upload, all-gather, wait and release, and a gradient's a reduce-scatter and an "
-    "offload, in this order"
+_LIFETIME = (
+    "a tile's live range is one fetch, upload, all-gather, wait and release, and a gradient's way out one "
+    "reduce-scatter and offload, in this order"
 )
 
 RULES = (
@@ -225,11 +225,11 @@ RULES = (
     GraphRule("each gradient of a tile is reduce-scattered", "gradients_reduced", _reductions),
     GraphRule("each gradient of a tile is reduce-scattered once", "gradients_reduced", _one_reduction),
     GraphRule("every gather is lowered", "lowered", _no_gathers),
-    GraphRule(_JOURNEY, "lowered", _journeys),
+    GraphRule(_LIFETIME, "lowered", _lifetimes),
     GraphRule("a schedule is as plan.spec says", "lowered", _schedule),
     GraphRule("nothing reads a tile after its release", "lowered", _reads),
     GraphRule("results and gradients share no memory with a tile", "lowered", _escapes),
     GraphRule("each gradient of a tile is reduce-scattered once, and offloaded once", "gradients_offloaded", _offloads),
     GraphRule("bytes in flight stay within the budget", "prefetched", _budget),
-    GraphRule("the turn starts what the next graph needs at its head", "prefetched", _turn),
+    GraphRule("forward starts what backward needs in its prologue", "prefetched", _boundary),
 )

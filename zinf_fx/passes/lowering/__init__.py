@@ -1,1 +1,1 @@
-"""Gathers become journeys, and gradients departures."""
+"""Gathers become live ranges of tiles, and gradients are reduced and offloaded."""

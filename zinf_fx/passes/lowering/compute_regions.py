@@ -15,8 +15,8 @@ from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, event_of, events_in, is_compute, operator_of
 from zinf_fx.passes.ir.in_flight import outline
 from zinf_fx.passes.ir.randomness import is_random
-from zinf_fx.plan.journeys import Journeys
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.lifetimes import Lifetimes
+from zinf_fx.plan.schedule import PROLOGUE
 
 _Place = Literal["inside", "before", "between", "behind", "apart"]
 # PyTorch's own kernel is as good for one operation by itself.
@@ -83,8 +83,8 @@ class FormRegions(Pass):
 def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Place]:
     """Where a node may be, seen from a run that goes on over it: inside of it, before it, before it or behind it
     depending on what it takes, or behind it; "apart" ends the run."""
-    journeys = Journeys([outline(graph, context)])
-    stays = {node: journeys.stay_of(0, number) for number, node in enumerate(events_in(graph))}
+    lifetimes = Lifetimes([outline(graph, context)])
+    live_ranges = {node: lifetimes.live_range_of(0, number) for number, node in enumerate(events_in(graph))}
 
     def of_event(node: fx.Node) -> _Place:
         event, tile = event_of(node), context.tile_of(node)
@@ -94,14 +94,14 @@ def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Plac
         if event.kind in ("offload_activation", "write"):
             return "apart"
         if event.kind == "release":
-            return "behind" if stays[node].kept or not tile.needs_buffer else "apart"
-        there = not tile.needs_buffer or (event.kind == "wait" and stays[node].found == "kept")
+            return "behind" if live_ranges[node].kept or not tile.needs_buffer else "apart"
+        there = not tile.needs_buffer or (event.kind == "wait" and live_ranges[node].found == "kept")
         return "before" if there else "apart"
 
     def place(node: fx.Node) -> _Place:
         if ops.EVENT in node.meta:
             return of_event(node)
-        if node.op == "output" or operator_of(node) == HEAD:
+        if node.op == "output" or operator_of(node) == PROLOGUE:
             return "apart"
         if not is_compute(node) or node.target in _NAMING or not _are_tensors(node.meta.get("val")):
             is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))

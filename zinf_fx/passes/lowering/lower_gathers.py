@@ -26,8 +26,8 @@ _LEAVE = (ops.reduce_scatter, ops.together)
 
 
 class LowerGathers(Pass):
-    """Make the journey of each tile explicit: one per tile and graph, however often the tile is used; one per operator
-    that uses it, where tiles come anew (`GraphContext.comes_anew`).
+    """Make the live ranges of each tile explicit: one per tile and graph, however often the tile is used; one per
+    operator that uses it, where tiles come anew (`GraphContext.comes_anew`).
 
     The tile is released after the last use of it or of any alias of it. What would alias a tile and outlive it, a
     result of the graph or a gradient on its way to its tier, is cloned first.
@@ -39,7 +39,7 @@ class LowerGathers(Pass):
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         first: dict[TileKey, fx.Node] = {}
-        stays: list[fx.Node] = []
+        live_ranges: list[fx.Node] = []
         for gather in nodes_calling(graph, ops.gather):
             key = key_of(gather)
             if key in first and (not context.comes_anew(key.token) or _is_there(first[key], gather)):
@@ -47,9 +47,9 @@ class LowerGathers(Pass):
                 graph.erase_node(gather)
             else:
                 first[key] = gather
-                stays.append(gather)
+                live_ranges.append(gather)
         output = graph.output_node()
-        for gather in stays:
+        for gather in live_ranges:
             if gather.users:
                 _lower(graph, gather, output)
             else:
@@ -60,7 +60,7 @@ class LowerGathers(Pass):
 
 
 def _lower(graph: fx.Graph, gather: fx.Node, output: fx.Node) -> None:
-    """Make the journey of one stay of a tile."""
+    """Make one live range of a tile."""
     token, start = gather.args[0], start_argument(key_of(gather))
     operator = {OPERATOR: operator_of(gather)}
     with graph.inserting_before(gather):

@@ -8,7 +8,7 @@ from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import GROUP, OPERATOR, GraphContext, Pass, is_compute, key_of
 from zinf_fx.passes.ir.gradient_parts import assemblies
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 
 class Regions(Pass):
@@ -45,7 +45,7 @@ class Regions(Pass):
                 computed, group = True, mine
             elif node.target is ops.reduce_scatter and context.tile_of(node).rows is not None:
                 ended = True
-            node.meta[OPERATOR] = HEAD if node.target is ops.pack else current
+            node.meta[OPERATOR] = PROLOGUE if node.target is ops.pack else current
         return context
 
 

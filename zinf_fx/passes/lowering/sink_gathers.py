@@ -20,7 +20,7 @@ class SinkGathers(Pass):
     provides = ("gathers_sunk",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        for token in nodes_calling(graph, ops.pack):  # transfers begin at the head
+        for token in nodes_calling(graph, ops.pack):  # transfers begin in the prologue
             max(graph.find_nodes(op="placeholder")).append(token)
         _gather_for_each_use(graph, context)
         order = {node: position for position, node in enumerate(graph.nodes)}

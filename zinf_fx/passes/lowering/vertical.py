@@ -32,7 +32,7 @@ from zinf_fx.passes.ir.randomness import draws, draws_by_shape, run_by
 from zinf_fx.passes.lowering.operator_groups import groups_of
 from zinf_fx.passes.lowering.regions import Regions
 from zinf_fx.passes.lowering.sink_gathers import SinkGathers
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ class _Repeated:
         return node
 
     def _group(self, node: fx.Node) -> int:
-        return HEAD if operator_of(node) == HEAD else self._groups[operator_of(node)]
+        return PROLOGUE if operator_of(node) == PROLOGUE else self._groups[operator_of(node)]
 
     def _emit(self, group: int, nodes: Sequence[fx.Node]) -> None:
         """A group of operators: what all micro-batches share, each of them, and, in the last, what is made of all."""

@@ -23,7 +23,7 @@ from zinf_fx.passes.ir.framework import (
 )
 from zinf_fx.passes.ir.in_flight import operators_in
 from zinf_fx.passes.scheduling.prefetch import operator_starts, place_offload
-from zinf_fx.plan.journeys import TRANSFERS
+from zinf_fx.plan.lifetimes import TRANSFERS
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Event, EventKind, GraphKind
 
@@ -34,7 +34,7 @@ _OPS = {kind: op for op, kind in ops.KINDS.items()}
 class FollowSchedule(Pass):
     """Make the events of a lowered graph those of a plan.
 
-    The plan's transfers, those of the turn included, are put where the plan has them, and offloads move there. All
+    The plan's transfers, those for backward included, are put where the plan has them, and offloads move there. All
     other events stand where they are computed, and only take over what the plan says of them.
     """
 
@@ -72,8 +72,8 @@ class FollowSchedule(Pass):
                         f"it is in {operator_of(node)}"
                     )
             set_event(node, event)
-        used = {stay.tile for stay in self.plan.journeys if stay.graph == number}
-        throughout = sorted(self.plan.journeys.kept_at_begin(number) - used)
+        used = {live_range.tile for live_range in self.plan.lifetimes if live_range.graph == number}
+        throughout = sorted(self.plan.lifetimes.kept_at_begin(number) - used)
         return replace(context, staying=tuple(throughout), regions=self.plan.regions)
 
     def _without_transfers(

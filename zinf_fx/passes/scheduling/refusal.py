@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from zinf_fx.passes.ir.framework import GraphContext
 from zinf_fx.passes.ir.in_flight import Ledger
-from zinf_fx.plan.memory.lifetimes import Clock, device_buffers, host_buffers, profile
+from zinf_fx.plan.memory.buffers import Clock, device_buffers, host_buffers, profile
 from zinf_fx.plan.memory.use import HostUse, peak_device_bytes, peak_host_bytes, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 from zinf_fx.sizes import at_least, at_most, in_words
 from zinf_fx.tables import table
 
@@ -32,7 +32,7 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     about = [*([f"Largest: {largest}"] if largest else []), *reasons]
     first = ". ".join([f"{over}: raise device_memory or host_memory", *about])
     held = ledger.largest(operator, count=5)
-    where = "at the head" if operator == HEAD else f"in operator {operator}"
+    where = "in the prologue" if operator == PROLOGUE else f"in operator {operator}"
     parts = [
         ("gradients on their way to NVMe", context.gradient_buffer),
         ("activations and parameters on their way to NVMe", context.activation_buffer),

@@ -17,17 +17,17 @@ from torch import fx
 
 from zinf_fx.passes.ir.framework import GraphContext, Pass, event_of, events_in, set_event
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans, tile_bytes
-from zinf_fx.plan.journeys import TRANSFERS, Between, Journeys
+from zinf_fx.plan.lifetimes import TRANSFERS, Lifetimes, Reuse
 from zinf_fx.plan.memory.use import chunk_buffers
 
 
 @dataclass(frozen=True)
 class Residency(Pass):
-    """Mark what stays in memory: its release, and the transfers of its next stay, which find it there.
+    """Mark what stays in memory: its release, and the transfers of its next live range, which find it there.
 
     Attributes:
         marked: the numbers of these events, in a graph that is scheduled.
-        needless: those of the transfers that the turn need not start.
+        needless: those of the transfers that need not start for backward.
         tiles: indices of the tiles that stay when the graph ends, or all the time.
         throughout: tiles that are in memory all the time, for uses before this graph and after it.
     """
@@ -47,22 +47,22 @@ class Residency(Pass):
                 set_event(node, replace(event_of(node), resident=True))
             elif number in self.needless:
                 graph.erase_node(node)
-        # The next graph needs nothing at its head that stays for it.
-        head = tuple(one for one in context.successor_head if one.tile not in self.tiles)
-        return replace(context, staying=self.throughout, successor_head=head)
+        # The next graph needs nothing in its prologue that stays for it.
+        prologue = tuple(one for one in context.successor_prologue if one.tile not in self.tiles)
+        return replace(context, staying=self.throughout, successor_prologue=prologue)
 
 
 class Gap(NamedTuple):
-    """The time between two stays of a tile.
+    """The time between two live ranges of a tile.
 
     Attributes:
-        stays: what lies before and behind it.
+        reuse: what lies before and behind it.
         positions: where in a step it lies (see `free_bytes`); one that goes on in the next step has two parts.
         nbytes: of the tile.
         small: whether the tile is a vector, and not a matrix.
     """
 
-    stays: Between
+    reuse: Reuse
     positions: tuple[range, ...]
     nbytes: int
     small: bool
@@ -80,12 +80,12 @@ def choose_residency(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int
     if context.config.residency:
         for gap in sorted(_gaps(graphs), key=_order):
             if gap.small if free is None else take(free, gap):
-                kept.append(gap.stays)
+                kept.append(gap.reuse)
     return [_marks(kept, number, len(graphs)) for number in range(len(graphs))]
 
 
-def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
-    """The pass for one of so many graphs, if tiles are kept between these stays."""
+def _marks(kept: Sequence[Reuse], graph: int, graphs: int) -> Residency:
+    """The pass for one of so many graphs, if tiles are kept for these uses."""
     marked: set[int] = set()
     needless: set[int] = set()
     at_end: set[int] = set()
@@ -95,7 +95,7 @@ def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
             marked.add(pair.before.release.number)
         if pair.after.graph == graph:
             marked |= {pair.after.steps[kind].number for kind in TRANSFERS}
-        needless |= {at.number for at in pair.after.ahead.values() if at.graph == graph}
+        needless |= {at.number for at in pair.after.prefetched.values() if at.graph == graph}
         if pair.spans((graph + 1) % graphs):
             at_end.add(pair.before.tile)
         if graph not in (pair.before.graph, pair.after.graph) and pair.spans(graph):
@@ -106,22 +106,27 @@ def _marks(kept: Sequence[Between], graph: int, graphs: int) -> Residency:
 def _gaps(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Iterator[Gap]:
     """The gaps between the uses of each tile; the last one of a step ends at the first use of the next, except of what
     has other values then."""
-    journeys, table = Journeys([outline(graph, context) for graph, context in graphs]), graphs[0][1].table
-    heads = [0, *accumulate(1 + operators_in(graph) for graph, _ in graphs)]  # by graph, the position of its head
-    for index in sorted(journeys.of_tile):
+    lifetimes, table = Lifetimes([outline(graph, context) for graph, context in graphs]), graphs[0][1].table
+    prologues = [
+        0,
+        *accumulate(1 + operators_in(graph) for graph, _ in graphs),
+    ]  # by graph, the position of its prologue
+    for index in sorted(lifetimes.of_tile):
         tile = table[index]
         # Another rank's shards are old after the optimizer's step, and have to be gathered anew.
         anew = tile.activation or tile.partitioned
-        for pair in journeys.between(index) if tile_bytes(tile) else ():
+        for pair in lifetimes.reuses(index) if tile_bytes(tile) else ():
             if not (pair.next_step and anew):
                 release, fetch = pair.before.release, pair.after.begin
-                start, end = (heads[at.graph] + at.operator + 1 for at in (release, fetch))
-                parts = (range(start + 1, heads[-1] + 1), range(end)) if pair.next_step else (range(start + 1, end),)
+                start, end = (prologues[at.graph] + at.operator + 1 for at in (release, fetch))
+                parts = (
+                    (range(start + 1, prologues[-1] + 1), range(end)) if pair.next_step else (range(start + 1, end),)
+                )
                 yield Gap(pair, parts, tile_bytes(tile), not tile.opens_operator)
 
 
 def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int) -> list[int]:
-    """What the budget, less `spare`, leaves beside what is in flight, by position in a step: at the head and in each
+    """What the budget, less `spare`, leaves beside what is in flight, by position in a step: in the prologue and each
     operator of its graphs, one after the other, and in the optimizer's step."""
     free: list[int] = []
     for graph, context in graphs:
@@ -146,5 +151,5 @@ def take(free: list[int], gap: Gap) -> bool:
 
 def _order(gap: Gap) -> tuple[bool, bool, int, int, int]:
     """Small ones first; then what is needed next; of those, what was used last."""
-    stays, start, end = gap.stays, gap.positions[0].start, gap.positions[-1].stop
-    return (not gap.small, stays.next_step, stays.after.graph, end, -start)
+    reuse, start, end = gap.reuse, gap.positions[0].start, gap.positions[-1].stop
+    return (not gap.small, reuse.next_step, reuse.after.graph, end, -start)

@@ -1,5 +1,5 @@
 """Whether a plan that was read from a file, each field of its type, could have been made: every index leads somewhere,
-every tile's journey is in order, and no buffers overlap."""
+every tile's lifetime is in order, and no buffers overlap."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def check_sound(plan: Plan) -> None:
         except PlanError as error:
             raise PlanError(f"{graph.kind} graph: {error}") from None
     check_schedule(plan.graphs)
-    for departure in plan.journeys.departures:
-        if departure.offloaded is None:
-            label = plan.tiles[departure.tile].label[:60]
+    for gradient in plan.lifetimes.gradient_offloads:
+        if gradient.offloaded is None:
+            label = plan.tiles[gradient.tile].label[:60]
             raise PlanError(f"the gradient of '{label}' is never offloaded")
     check_buffers(plan)
 

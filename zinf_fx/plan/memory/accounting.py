@@ -17,7 +17,7 @@ from operator import add
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, GraphSchedule, Tile
+from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, GraphSchedule, Tile
 from zinf_fx.sizes import PAGE, blocks
 
 # Chunks of an optimizer's step that the host arena must have room for: one to spare.
@@ -28,7 +28,7 @@ AT_A_TIME = 1 << 20
 # Elements of a chunk, at most, that the CPU's threads update at the same time, in pieces.
 AT_ONCE = 8 * AT_A_TIME
 # Gradients that leave for NVMe, of which the room is there when another one has left.
-GRADIENTS_AHEAD = 3
+PREFETCHED_GRADIENTS = 3
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class Traffic:
 
 
 def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
-    """The flow of each operator, that of the head first.
+    """The flow of each operator, that of the prologue first.
 
     Transfers are in flight from the operator that starts them on; what an operator releases is still there while it
     computes. Bytes are counted as read once, by the graph that starts to read them.
     """
-    journeys, number = plan.journeys, plan.graphs.index(graph)
-    operators = range(HEAD, len(graph.operators))
+    lifetimes, number = plan.lifetimes, plan.graphs.index(graph)
+    operators = range(PROLOGUE, len(graph.operators))
     read: Counter[int] = Counter()
-    for stay in journeys:
-        if stay.begin.graph == number and stay.moves("fetch"):
-            read[stay.begin.operator] += bytes_read(graph.tiles[stay.tile])
+    for live_range in lifetimes:
+        if live_range.begin.graph == number and live_range.moves("fetch"):
+            read[live_range.begin.operator] += bytes_read(graph.tiles[live_range.tile])
     on_device: defaultdict[int, list[range]] = defaultdict(list)
     anywhere: defaultdict[int, list[range]] = defaultdict(list)
-    for tile, there, uploaded in journeys.presences(number):
+    for tile, there, uploaded in lifetimes.presences(number):
         on_device[tile].append(range(uploaded, there.stop))
         anywhere[tile].append(there)
     device, host = [], []
@@ -83,7 +83,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
             device += [(part, tile.gathered_nbytes) for part in uploaded]
         host += [(part, bytes_read(tile)) for part in merged(anywhere[index])]
         host += [(part, -bytes_read(tile)) for part in uploaded]  # it has left host memory
-    for gradient in journeys.departures:
+    for gradient in lifetimes.gradient_offloads:
         tile = graph.tiles[gradient.tile]
         if gradient.reduced.graph == number and tile.gradient_tier != "device":
             last = gradient.offloaded.operator if gradient.offloaded is not None else operators.stop
@@ -95,7 +95,7 @@ def flows(plan: Plan, graph: GraphSchedule) -> list[Flow]:
 def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     """What one graph moves."""
     number = plan.graphs.index(graph)
-    uploads = [graph.tiles[s.tile] for s in plan.journeys if s.graph == number and s.moves("upload")]
+    uploads = [graph.tiles[s.tile] for s in plan.lifetimes if s.graph == number and s.moves("upload")]
     offloads = [graph.tiles[e.tile] for e in graph.events if e.kind == "offload"]
     leaving = [graph.tiles[e.tile] for e in graph.events if e.kind in ("offload_activation", "write")]
     return Traffic(
@@ -264,7 +264,7 @@ def in_blocks(tile: Tile, nbytes: int) -> int:
     return blocks(tile.start * tile.dtype.itemsize % PAGE + nbytes)
 
 
-def room_of_gradient(tile: Tile, stage: int) -> int:
+def gradient_buffer_bytes(tile: Tile, stage: int) -> int:
     """Bytes of host memory that a tile's gradient needs on its way to NVMe, in whole blocks of its parameter's."""
     return in_blocks(tile, tile.gradient_nbytes_at_once(stage))
 
@@ -275,14 +275,14 @@ def leaving_for_nvme(schedule: GraphSchedule) -> list[Event]:
     return [e for e in schedule.events if e.kind == "offload" and tiles[e.tile].gradient_tier == "nvme"]
 
 
-def early_rooms(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
+def prefetched_gradient_buffers(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
     """Of each gradient that leaves for NVMe, the number of the one behind which it has its room, so that what it is
     added to is read while operators compute. That is up to GRADIENTS_AHEAD before, if it and those between take half of
     the gradients' buffer at most, and beside that one fit it. None: it has its room from when it leaves."""
-    rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
+    rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
     found: list[int | None] = []
     for number in range(len(rooms)):
-        earlier = range(max(number - GRADIENTS_AHEAD, 0), number)
+        earlier = range(max(number - PREFETCHED_GRADIENTS, 0), number)
         those = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
         fits = (one for one in earlier if max(2 * those[one], rooms[one] + those[one]) <= plan.gradient_buffer)
         found.append(next(fits, None))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zinf_fx.plan.memory.buffers import Clock, PlannedBuffer, device_buffers, host_buffers
 from zinf_fx.plan.memory.chunk_count import chunks_wanted
-from zinf_fx.plan.memory.lifetimes import Clock, Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.memory.packing import pack
 from zinf_fx.plan.memory.use import host_states, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
@@ -55,12 +55,12 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
 
 def chunk_buffers_of(
     plan: Plan, beside: range = range(0), elements: int | None = None, count: int | None = None
-) -> list[Lifetime]:
+) -> list[PlannedBuffer]:
     """The buffers of the optimizer's step, which may go on in the time `beside`; they lie one after the other, from 0
     on."""
     clock, sizes = Clock(plan), plan_chunk_buffers(plan, elements, count)
     found = []
     for nbytes, begin in ((sizes.opened, clock.step), (sizes.later, clock.step + 1)):
         if nbytes:
-            found.append(Lifetime("chunks", "", nbytes, tuple(filter(None, (beside, range(begin, clock.end))))))
+            found.append(PlannedBuffer("chunks", "", nbytes, tuple(filter(None, (beside, range(begin, clock.end))))))
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from zinf_fx.plan.memory.lifetimes import Lifetime, profile
+from zinf_fx.plan.memory.buffers import PlannedBuffer, profile
 
 # Placements of one buffer each that are tried per order, besides a first one of all.
 _WORK = 1000
@@ -26,7 +26,7 @@ class Packing(NamedTuple):
     nbytes: int
 
 
-def pack(buffers: Sequence[Lifetime], end: int, bottom: int = 0) -> Packing:
+def pack(buffers: Sequence[PlannedBuffer], end: int, bottom: int = 0) -> Packing:
     """Offsets for `buffers` on a clock that ends at `end`. The first `bottom` of them are placed first, lowest.
 
     The best of several orders; no less than the most that is needed at a time, which ends the search.
@@ -51,11 +51,11 @@ def pack(buffers: Sequence[Lifetime], end: int, bottom: int = 0) -> Packing:
     return best
 
 
-def _length(buffer: Lifetime) -> int:
+def _length(buffer: PlannedBuffer) -> int:
     return sum(map(len, buffer.spans))
 
 
-_ORDERS: tuple[Callable[[Lifetime], tuple[int, ...]], ...] = (
+_ORDERS: tuple[Callable[[PlannedBuffer], tuple[int, ...]], ...] = (
     lambda b: (-_length(b), -b.nbytes),
     lambda b: (-b.nbytes, -_length(b)),
     lambda b: (-b.nbytes * _length(b),),
@@ -63,7 +63,7 @@ _ORDERS: tuple[Callable[[Lifetime], tuple[int, ...]], ...] = (
 )
 
 
-def _place(buffers: Sequence[Lifetime], order: Sequence[Sequence[int]], end: int) -> Packing:
+def _place(buffers: Sequence[PlannedBuffer], order: Sequence[Sequence[int]], end: int) -> Packing:
     """Each in turn into the smallest gap between those that are there at a time, or above them. Several that are needed
     at the same times are placed in one piece."""
     offsets = [0] * len(buffers)

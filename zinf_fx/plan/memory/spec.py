@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zinf_fx.errors import PlanError
+from zinf_fx.plan.memory.buffers import PlannedBuffer, device_buffers, host_buffers
 from zinf_fx.plan.memory.layout import chunk_buffers_of
-from zinf_fx.plan.memory.lifetimes import Lifetime, device_buffers, host_buffers
 from zinf_fx.plan.plan import Plan
 
 
 class _Place(NamedTuple):
     offset: int
-    buffer: Lifetime
+    buffer: PlannedBuffer
 
     @property
     def end(self) -> int:
@@ -38,7 +38,7 @@ def check_buffers(plan: Plan) -> None:
     _check("device", _places(plan, device_buffers(plan)), plan.regions.device)
 
 
-def _places(plan: Plan, buffers: Iterable[Lifetime]) -> list[_Place]:
+def _places(plan: Plan, buffers: Iterable[PlannedBuffer]) -> list[_Place]:
     found = []
     for buffer in buffers:
         offsets = {plan.graphs[at.graph].events[at.number].offset for at in buffer.takers}

@@ -15,9 +15,9 @@ from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.accounting import AT_ONCE, CHUNKS_IN_MEMORY, trained_in, whole_parameters
-from zinf_fx.plan.memory.lifetimes import Clock, host_buffers, profile
+from zinf_fx.plan.memory.buffers import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, HEAD, GraphSchedule, Tile
+from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, GraphSchedule, Tile
 from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks, round_up
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
@@ -203,7 +203,7 @@ def peak_device_bytes(plan: Plan) -> int:
             range(clock.at(reduced), clock.at(offloaded) if offloaded is not None else clock.step),
             plan.tiles[tile].nbytes,
         )
-        for tile, reduced, offloaded in plan.journeys.departures
+        for tile, reduced, offloaded in plan.lifetimes.gradient_offloads
         if plan.tiles[tile].gradient_tier != "device"
     ]
     return staying_on_device(plan) + plan.regions.device + max(sums(leaving, clock.always))
@@ -217,7 +217,7 @@ def room_on_device(plan: Plan) -> int:
 
 
 def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
-    """Bytes of the arena at its fullest while each operator of a graph computes, that of the head first.
+    """Bytes of the arena at its fullest while each operator of a graph computes, that of the prologue first.
 
     In the steady state; without the optimizer's step, part of which may go on during the forward graph, but with what
     backward reads for the next one.
@@ -225,7 +225,7 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
     clock, states = Clock(plan), replace(host_states(plan), gradients=0).total + _read_ahead(plan, graph)
     held = [states + sum(both) for both in zip(profile(host_buffers(plan), clock.end), _gradients(plan), strict=True)]
     now, fullest = clock.starts[plan.graphs.index(graph)], []
-    for operator in (HEAD, *(o.index for o in graph.operators)):
+    for operator in (PROLOGUE, *(o.index for o in graph.operators)):
         end = now + len(graph.numbered(operator))
         fullest.append(max([held[now - 1], *held[now:end]]))  # before the first step comes the last
         now = end
@@ -240,7 +240,7 @@ def _read_ahead(plan: Plan, graph: GraphSchedule) -> int:
 def _gradients(plan: Plan) -> list[int]:
     """Bytes of gradients in host memory at each time: of a parameter, from the first offload to its graph's end."""
     clock, first = Clock(plan), {}
-    for index, _, offloaded in plan.journeys.departures:
+    for index, _, offloaded in plan.lifetimes.gradient_offloads:
         if plan.tiles[index].gradient_tier == "host" and offloaded is not None:
             name = plan.tiles[index].name
             first[name] = min(offloaded, first.get(name, offloaded))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphSchedule
+from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule
 from zinf_fx.sizes import in_words
 
 
@@ -32,10 +32,10 @@ def _lines(plan: Plan, number: int, operators: range | None) -> Iterator[str]:
     graph = plan.graphs[number]
     shown = [one for one in graph.operators if operators is None or one.index in operators]
     if operators is None or 0 in operators:
-        yield f"{_name(graph, HEAD)} [label=head, style=rounded];"
+        yield f"{_name(graph, PROLOGUE)} [label=prologue, style=rounded];"
     for one in shown:
         yield f"{_name(graph, one.index)} [label={_quoted(f'{one.index}: {one.label}')}];"
-    numbers = [*([HEAD] if operators is None or 0 in operators else []), *(one.index for one in shown)]
+    numbers = [*([PROLOGUE] if operators is None or 0 in operators else []), *(one.index for one in shown)]
     for before, after in pairwise(numbers):
         yield f"{_name(graph, before)} -> {_name(graph, after)} [weight=9];"
     there = set(numbers)
@@ -50,15 +50,17 @@ def _lines(plan: Plan, number: int, operators: range | None) -> Iterator[str]:
 
 def _ways(plan: Plan, number: int) -> Iterator[tuple[int, int, int, str]]:
     """The first and last operator of each way, its tile, and how it is drawn, in the order in which ways end."""
-    ways = [(s.fetch, s.steps["wait"], s.tile, "dashed") for s in plan.journeys if s.graph == number]
-    ways += [(d.reduced, d.offloaded, d.tile, "dotted") for d in plan.journeys.departures if d.offloaded is not None]
+    ways = [(s.fetch, s.steps["wait"], s.tile, "dashed") for s in plan.lifetimes if s.graph == number]
+    ways += [
+        (d.reduced, d.offloaded, d.tile, "dotted") for d in plan.lifetimes.gradient_offloads if d.offloaded is not None
+    ]
     for start, end, tile, style in sorted(ways, key=lambda way: way[1]):
         if start.graph == number:
             yield start.operator, end.operator, tile, style
 
 
 def _name(graph: GraphSchedule, operator: int) -> str:
-    return f"{graph.kind}_{'head' if operator == HEAD else operator}"
+    return f"{graph.kind}_{'prologue' if operator == PROLOGUE else operator}"
 
 
 def _quoted(text: str) -> str:

@@ -20,8 +20,8 @@ from zinf_fx.plan.saving import checkpoint_sizes
 def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: Sequence[Division] = ()) -> str:
     """An array with an object per plan. Fields are those of the dataclasses; dtypes are names such as "float32".
 
-    Each graph has `memory` besides, with an object per operator, that of the head (-1) first: bytes that start to be
-    read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`). Where
+    Each graph has `memory` besides, with an object per operator, that of the prologue (-1) first: bytes that start to
+    be read from NVMe (`fetched`), that are in flight (`device`, `host`), and that the host arena holds (`arena`). Where
     "auto" decided the placement, each plan has `decision`, which tells how, and where it decided the micro-batches of
     graphs, `divisions`. `checkpoint`: bytes of one, by dtype.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator, staying_on_device
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD, GraphSchedule
+from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule
 from zinf_fx.plan.show.curve import Curve, Glyphs
 from zinf_fx.sizes import in_words
 
@@ -18,12 +18,12 @@ def in_flight(plan: Plan, graph: GraphSchedule) -> Curve:
         budget -= staying_on_device(plan)
     of_graph = flows(plan, graph)
     on_device, in_host = [flow.device for flow in of_graph], [flow.host for flow in of_graph]
-    return Curve(on_device, in_host, budget=budget, first=HEAD)
+    return Curve(on_device, in_host, budget=budget, first=PROLOGUE)
 
 
 def host_arena_curve(plan: Plan, graph: GraphSchedule) -> Curve:
     """Bytes of the host arena, whose budget is `host_memory`."""
-    return Curve(arena_by_operator(plan, graph), budget=plan.config.host_memory, first=HEAD)
+    return Curve(arena_by_operator(plan, graph), budget=plan.config.host_memory, first=PROLOGUE)
 
 
 def render_curves(plan: Plan, graph: GraphSchedule, glyphs: Glyphs, width: int) -> list[str]:
@@ -38,8 +38,8 @@ def render_curves(plan: Plan, graph: GraphSchedule, glyphs: Glyphs, width: int) 
 
 
 def _title(what: str, curve: Curve) -> str:
-    operator = HEAD + curve.fullest
-    where = "head" if operator == HEAD else f"operator {operator}"
+    operator = PROLOGUE + curve.fullest
+    where = "the prologue" if operator == PROLOGUE else f"operator {operator}"
     text = f"{what}: at most {in_words(curve.peak)}, in {where}"
     if curve.budget is not None and not curve.budget_in_sight:
         text += f"; budget {in_words(curve.budget)}"

@@ -69,7 +69,7 @@ class GraphNames:
     """How one graph's cells name tiles."""
 
     def __init__(self, plan: Plan, graph: GraphSchedule, short: dict[str, str]) -> None:
-        self._graph, self._short, self._journeys = graph, short, plan.journeys
+        self._graph, self._short, self._lifetimes = graph, short, plan.lifetimes
         self._number = plan.graphs.index(graph)
         self._together: dict[_Group, set[int]] = {}
         for number, event in enumerate(graph.events):
@@ -94,9 +94,11 @@ class GraphNames:
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
 
     def _group(self, number: int) -> _Group:
-        kind, stay = self._graph.events[number].kind, self._journeys.stay_of(self._number, number)
-        ahead = stay is not None and stay.graph != self._number
-        kept = stay is not None and (stay.kept if kind == "release" else kind != "wait" and stay.found == "kept")
+        kind, live_range = self._graph.events[number].kind, self._lifetimes.live_range_of(self._number, number)
+        ahead = live_range is not None and live_range.graph != self._number
+        kept = live_range is not None and (
+            live_range.kept if kind == "release" else kind != "wait" and live_range.found == "kept"
+        )
         tile = self._tile(number)
         return _Group(kind, ahead, kept, module_of(first_parameter(tile)), max(len(tile.members) - 1, 0))
 
@@ -112,8 +114,8 @@ class GraphNames:
         return self._short[module] + tile.label[len(module) :]
 
     def _mark(self, number: int) -> str:
-        stay = self._journeys.stay_of(self._number, number)
-        return "*" if stay is not None and self._graph.events[number].kind in stay.ahead else ""
+        live_range = self._lifetimes.live_range_of(self._number, number)
+        return "*" if live_range is not None and self._graph.events[number].kind in live_range.prefetched else ""
 
     def _nbytes(self, numbers: Iterable[int]) -> int:
         return sum(self._tile(number).nbytes for number in numbers)

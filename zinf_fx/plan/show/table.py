@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 
 from zinf_fx.config import FrozenDtype, FrozenPatterns
-from zinf_fx.plan.journeys import TRANSFERS
+from zinf_fx.plan.lifetimes import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import checkpoint_sizes
-from zinf_fx.plan.schedule import HEAD, GraphSchedule
+from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.living import placement_lines
 from zinf_fx.plan.show.memory_curve import render_curves
@@ -44,7 +44,7 @@ _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, glyphs: Glyphs = ASCII) -> str:
     """The plan as text of at most `width` columns (as far as names allow).
 
-    `operators`: the operators to print; default all. The head line is printed with operator 0. Charts are of all.
+    `operators`: the operators to print; default all. The prologue is printed with operator 0. Charts are of all.
     `glyphs`: what charts are drawn with.
     """
     short = short_names(plan)
@@ -63,7 +63,7 @@ def _graph(plan: Plan, graph: GraphSchedule, names: GraphNames, width: int, want
     """A line per operator: what it computes, and what happens to which tiles meanwhile."""
     count = len(graph.operators)
     title = f"{graph.kind.upper()}: {counted(count, 'operator')}"
-    shown = [o for o in (HEAD, *range(count)) if wanted is None or max(o, 0) in wanted]
+    shown = [o for o in (PROLOGUE, *range(count)) if wanted is None or max(o, 0) in wanted]
     if not shown:
         return f"{title}, none in the range asked for (the last is {count - 1})"
     if len(shown) <= count:
@@ -108,15 +108,15 @@ def _layout(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], left
 def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
     """By number, the columns that a graph's events stand in. What moves nothing, because the tile is in memory, has
     none."""
-    journeys, number = plan.journeys, plan.graphs.index(graph)
+    lifetimes, number = plan.lifetimes, plan.graphs.index(graph)
     found: dict[int, str] = {}
     for position, event in enumerate(graph.events):
-        stay = journeys.stay_of(number, position)
+        live_range = lifetimes.live_range_of(number, position)
         if event.kind in TRANSFERS:
-            if stay is None or stay.found != "kept":
+            if live_range is None or live_range.found != "kept":
                 found[position] = event.kind
-        elif event.kind == "release" and stay.kept:
-            if not journeys.is_always_kept(stay.tile):
+        elif event.kind == "release" and live_range.kept:
+            if not lifetimes.is_always_kept(live_range.tile):
                 found[position] = "keep"
         else:
             found[position] = "offload" if event.kind == "offload_activation" else event.kind
@@ -137,8 +137,8 @@ def _operator(graph: GraphSchedule, number: int, names: GraphNames, limit: int, 
 
     `detailed`: with its heavy operations, which stand alone where no matrix opens it.
     """
-    if number == HEAD:
-        return "", "head"
+    if number == PROLOGUE:
+        return "", "prologue"
     label = _plain_label(graph.operators[number].label)
     opening = [e.tile for e in graph.at(number, "wait") if graph.tiles[e.tile].opens_operator]
     if not opening:
@@ -230,8 +230,8 @@ def _header(plan: Plan) -> str:
             f"divided    {counted(len(divided), 'activation')} over {divided[0].ranks} ranks of tensor parallelism: "
             f"{in_words(sum(t.held_nbytes for t in divided))} of {in_words(sum(t.nbytes for t in divided))} are here"
         )
-    journeys = plan.journeys
-    if always := [plan.tiles[index].nbytes for index in journeys.of_tile if journeys.is_always_kept(index)]:
+    lifetimes = plan.lifetimes
+    if always := [plan.tiles[index].nbytes for index in lifetimes.of_tile if lifetimes.is_always_kept(index)]:
         lines.append(f"resident   {counted(len(always), 'tile')} ({in_words(sum(always))}) in memory from step to step")
     return "\n".join(lines)
 
@@ -265,18 +265,18 @@ def _legend(plan: Plan, short: Mapping[str, str]) -> str:
     if pack := next((tile for tile in plan.tiles if tile.members), None):
         name, others = short[module_of(first_parameter(pack))], len(pack.members) - 1
         lines.append(f"{name}&{others} is a pack: a parameter of {name} and {others} more.")
-    lines.append("head: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
+    lines.append("prologue: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
     if any("keep" in _columns(plan, graph).values() for graph in plan.graphs):
         lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")
-    if any(stay.ahead for stay in plan.journeys):
-        lines.append("*: the turn. The forward graph starts these transfers, with which the backward graph begins.")
+    if any(live_range.prefetched for live_range in plan.lifetimes):
+        lines.append("*: the forward graph starts these transfers, with which the backward graph begins.")
     if idle := _idle_stages(plan):
         lines.append(f"Stages that move nothing in this placement: {', '.join(idle)}.")
     return "\n".join(lines)
 
 
 def _idle_stages(plan: Plan) -> list[str]:
-    """The stages of a tile's journey that stand in the schedule and cost nothing."""
+    """The stages of a tile's live range that stand in the schedule and cost nothing."""
     tiers = {tile.tier for tile in plan.tiles}
     idle = [] if "nvme" in tiers else ["fetch"]
     idle += [] if tiers - {"device"} else ["upload"]
@@ -315,7 +315,7 @@ def _peaks(plan: Plan) -> str:
         peak = max(of_graph, key=lambda f: f.device + f.host)
         sizes = max(f.device for f in of_graph), max(f.host for f in of_graph), peak.device + peak.host
         what = f"{graph.kind}, gradients included" if graph.kind == "backward" else graph.kind
-        where = "head" if peak.operator == HEAD else str(peak.operator)
+        where = "prologue" if peak.operator == PROLOGUE else str(peak.operator)
         values = max((operator.values for operator in graph.operators), default=0)
         rows.append([what, *map(in_words, sizes), where if sizes[2] else "", in_words(values)])
     headers = ["most in flight", "device", "host", "together", "in operator", "values computed with"]

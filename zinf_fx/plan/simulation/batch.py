@@ -25,7 +25,7 @@ def batch_of(plan: Plan) -> int:
 
 def with_batch(plan: Plan, batch: int | Fraction) -> Plan:
     """The plan as it would be for another batch, for a simulation: computing, and activations, grow with it; the
-    parameters' journeys and what is done when stay as they are. A fraction is a batch on average."""
+    parameters' lifetimes and what is done when stay as they are. A fraction is a batch on average."""
     factor = Fraction(batch, batch_of(plan))
     graphs = tuple(
         replace(

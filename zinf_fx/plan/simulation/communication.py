@@ -35,13 +35,17 @@ def communication(plan: Plan) -> list[Sent]:
     refreshing = sum(map(refreshed, refreshed_tiles(plan)))
     found = []
     for number, graph in enumerate(plan.graphs):
-        starts = ((next(stay.events("allgather")), stay) for stay in plan.journeys if stay.moves("allgather"))
-        tiles = [plan.tiles[stay.tile] for at, stay in starts if at.graph == number]
+        starts = (
+            (next(live_range.events("allgather")), live_range)
+            for live_range in plan.lifetimes
+            if live_range.moves("allgather")
+        )
+        tiles = [plan.tiles[live_range.tile] for at, live_range in starts if at.graph == number]
         parameters = sum(all_gathered(tile) for tile in tiles if not tile.activation)
         activations = sum(all_gathered(tile) for tile in tiles if tile.activation)
         if graph.kind == "forward":
             parameters += refreshing
-        reduced = [plan.tiles[one.tile] for one in plan.journeys.departures if one.reduced.graph == number]
+        reduced = [plan.tiles[one.tile] for one in plan.lifetimes.gradient_offloads if one.reduced.graph == number]
         gradients = sum(reduced_in_group(plan, tile) + reduced_over_groups(plan, tile) for tile in reduced)
         found.append(Sent(graph.kind, parameters, gradients, activations))
     return found

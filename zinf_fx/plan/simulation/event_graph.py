@@ -33,19 +33,19 @@ from typing import Literal
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.journeys import TRANSFERS, Stay
+from zinf_fx.plan.lifetimes import TRANSFERS, LiveRange
 from zinf_fx.plan.memory.accounting import (
     Chunk,
     bytes_read,
     bytes_stored,
     can_be_consumed_in_place,
     chunks,
-    early_rooms,
     gradient_copied,
     in_blocks,
+    prefetched_gradient_buffers,
 )
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, HEAD, Event, EventKind, GraphKind, Tile
+from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, EventKind, GraphKind, Tile
 from zinf_fx.plan.simulation.communication import (
     all_gathered,
     reduced_in_group,
@@ -160,7 +160,7 @@ class _Builder:
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
         self._program: tuple[int, ...] = ()  # the operator before
-        self._bringing: dict[Stay, tuple[int, ...]] = {}  # by stay, the job that brings its tile
+        self._bringing: dict[LiveRange, tuple[int, ...]] = {}  # by live range, the job that brings its tile
         self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
         self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
         self._left: list[int] = []  # the jobs that moved activations last
@@ -184,27 +184,27 @@ class _Builder:
     def add_graph(self, number: int, adds: bool = False) -> None:
         """Every operator, and the transfers that start with it. `adds`: gradients are there already, and are added
         to."""
-        graph, journeys = self._plan.graphs[number], self._plan.journeys
-        self._adding = _Adding(early_rooms(self._plan, graph)) if adds else None
+        graph, lifetimes = self._plan.graphs[number], self._plan.lifetimes
+        self._adding = _Adding(prefetched_gradient_buffers(self._plan, graph)) if adds else None
         if graph.kind == "backward":  # it begins when the activations that left are where they live
             self._program = (*self._program, *self._left)
             self._left = []
         apart = max(len(graph.operators) // max(len(self._early), 1), 1)
-        for operator in (HEAD, *(one.index for one in graph.operators)):
+        for operator in (PROLOGUE, *(one.index for one in graph.operators)):
             computed: list[Event] = []
             waits: list[int] = []
             for position, event in graph.numbered(operator):
-                stay = journeys.stay_of(number, position)
+                live_range = lifetimes.live_range_of(number, position)
                 if event.kind == "wait":
-                    waits += self._bringing.get(stay, ())
+                    waits += self._bringing.get(live_range, ())
                 elif event.kind in TRANSFERS:
-                    if stay is not None and not stay.is_under_way(event.kind, number):
-                        self._bring(event.kind, stay, graph.tiles[event.tile])
+                    if live_range is not None and not live_range.is_under_way(event.kind, number):
+                        self._bring(event.kind, live_range, graph.tiles[event.tile])
                 elif event.kind == "offload" and not any(one.tile == event.tile for one in computed):
                     self._offload(graph.tiles[event.tile])  # of a gradient that an operator before computed
                 elif event.kind != "release":
                     computed.append(event)
-            if operator != HEAD:
+            if operator != PROLOGUE:
                 self._operator(graph.kind, operator, waits)
                 if graph.kind == "backward" and operator % apart == 0 and self._early:
                     self._read_early()
@@ -279,19 +279,19 @@ class _Builder:
         seconds = self._compute[graph, operator]
         self._program = (self._add(f"{graph} {operator}", "compute", seconds, (*self._program, *waits)),)
 
-    def _bring(self, kind: EventKind, stay: Stay, tile: Tile) -> None:
+    def _bring(self, kind: EventKind, live_range: LiveRange, tile: Tile) -> None:
         """One stage of a tile's way to the device, after the stage before it."""
-        before = self._bringing.get(stay, ())
+        before = self._bringing.get(live_range, ())
         if kind == "fetch":
-            before = self._brought.get(stay.tile, ()) if stay.found == "held" else self._final(tile)
+            before = self._brought.get(live_range.tile, ()) if live_range.found == "held" else self._final(tile)
             if tile.label in self._stale and (seconds := self._within(tile, refreshed(tile))):
                 self._stale.remove(tile.label)
                 after = (*self._program, *before)
                 before = (self._add(f"refresh {tile.label}", "link", seconds, after, tile.nbytes),)
         resource, seconds, nbytes = self._transfer(kind, tile)
-        if seconds and stay.moves(kind):
+        if seconds and live_range.moves(kind):
             before = (self._add(f"{kind} {tile.label}", resource, seconds, (*self._program, *before), nbytes),)
-        self._bringing[stay] = self._brought[stay.tile] = before
+        self._bringing[live_range] = self._brought[live_range.tile] = before
 
     def _final(self, tile: Tile) -> tuple[int, ...]:
         """The job that a tile's parameter can be read after; the program goes on when it is updated."""

@@ -9,7 +9,7 @@ from typing import Literal
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator, staying_on_device
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import HEAD
+from zinf_fx.plan.schedule import PROLOGUE
 from zinf_fx.plan.simulation.simulate import Simulation
 
 Lane = Literal["step", "compute", "wait", "all-gather", "upload", "fetch", "reduce", "offload", "optimizer"]
@@ -103,7 +103,7 @@ def in_rows(found: Iterable[Slice]) -> list[list[Slice]]:
 
 def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
     """What is on the device throughout, kept for backward and in flight there; and what the host arena holds.
-    Operator by operator: from the end of the one before, whatever the head holds from the graph's beginning."""
+    Operator by operator: from the end of the one before, whatever the prologue holds from the graph's beginning."""
     ends = {job.name: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
     times: list[float] = []
     device: list[int] = []
@@ -116,7 +116,7 @@ def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
             times.append(now)
             device.append(staying + flow.device)
             host.append(in_arena)
-            if flow.operator != HEAD:
+            if flow.operator != PROLOGUE:
                 now = ends[f"{graph.kind} {flow.operator}"]
     config = plan.config
     return [

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.plan.schedule import HEAD, Event, GraphSchedule, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Tile
 from zinf_fx.runtime.execute.anomaly import NanSearch, where_computed
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.workspace import dequantize
@@ -53,7 +53,8 @@ def bind(
     regions: Mapping[str, CompiledRegion],
 ) -> fx.GraphModule:
     """The graph as a function of (run, arguments): its `zinf` nodes become calls of the run's methods, which is told
-    when the head ends, and when an operator begins and ends, too. Of one rank, there is nothing to gather or reduce.
+    when the prologue ends, and when an operator begins and ends, too. Of one rank, there is nothing to gather or
+    reduce.
 
     `operators`: by the names of the nodes that compute, which operator they belong to. `packs`: the tiles whose value
     is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
@@ -77,14 +78,14 @@ def bind(
     in_place: fx.Node | None = None  # the values of tiles that are where the graph computes
     copied: dict[int, fx.Node] = {}  # gradients to be copied, by their tiles
     nbytes = 0  # of these
-    in_head = True
+    in_prologue = True
     for node in module.graph.nodes:
-        number = operators.get(node.name, HEAD)
+        number = operators.get(node.name, PROLOGUE)
         event: Event | None = node.meta.get(ops.EVENT)
-        if in_head and max(number, HEAD if event is None else event.operator) != HEAD:
-            in_head = False
-            bound.call_method("leave_head", (run,))
-        if number != HEAD and number not in begun:
+        if in_prologue and max(number, PROLOGUE if event is None else event.operator) != PROLOGUE:
+            in_prologue = False
+            bound.call_method("leave_prologue", (run,))
+        if number != PROLOGUE and number not in begun:
             begun.add(number)
             bound.call_method("begin_operator", (run, number))
         if node.op == "placeholder":
@@ -145,7 +146,7 @@ def bind(
             copies[node] = bound.node_copy(node, copies.__getitem__)
             if type(node.target) is torch._ops.OpOverload:
                 copies[node].target = _called_directly(node.target)
-        if here.searches_for_nan and number != HEAD and node in copies:
+        if here.searches_for_nan and number != PROLOGUE and node in copies:
             bound.call_method("note", (search, where_computed(node, number), copies[node]))
         if last.get(number) == node.name:
             bound.call_method("end_operator", (run, nbytes_of[number]))
@@ -179,12 +180,12 @@ def _listed(*values: object) -> list[object]:
 
 def method_of(event: Event) -> str:
     """The method of `Run` that does what an event means."""
-    if event.turn:
+    if event.for_backward:
         return f"{event.kind}_for_backward"
     return "keep" if event.kind == "release" and event.resident else event.kind
 
 
-def head_fetches(schedule: GraphSchedule) -> list[tuple[int, int | None]]:
-    """The tiles of parameters that a graph fetches at its head, and the offsets of their buffers."""
-    fetches = schedule.at(HEAD, "fetch")
+def prologue_fetches(schedule: GraphSchedule) -> list[tuple[int, int | None]]:
+    """The tiles of parameters that a graph fetches in its prologue, and the offsets of their buffers."""
+    fetches = schedule.at(PROLOGUE, "fetch")
     return [(event.tile, event.offset) for event in fetches if not schedule.tiles[event.tile].activation]

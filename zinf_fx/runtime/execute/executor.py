@@ -20,7 +20,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.anomaly import looks_for_nan
-from zinf_fx.runtime.execute.binding import Here, bind, head_fetches
+from zinf_fx.runtime.execute.binding import Here, bind, prologue_fetches
 from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
@@ -119,7 +119,7 @@ class Program(Stage):
         self._bound: dict[Here, fx.GraphModule] = {}
         self._module: fx.GraphModule | None = None  # for the storages of the last run
         self._here: Here | None = None  # with them
-        self._head = head_fetches(schedule)
+        self._head = prologue_fetches(schedule)
         self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         self.departures = Departures(plan, schedule)
@@ -354,7 +354,7 @@ class Run:
         return SettledValues(values, self._storages) if self._working else values
 
     def release(self, tile: int) -> None:
-        """The tile's buffers are free, unless another run or the turn holds them."""
+        """The tile's buffers are free, unless another run holds them, or they were fetched for backward."""
         EXECUTOR.staging.release(self._flying.pop(tile))
         self.passed(tile)
 
@@ -402,8 +402,8 @@ class Run:
         with RECORDER.about(planned.label):
             storage.set(value, offset)
 
-    def leave_head(self) -> None:
-        """The transfers at the head have begun: what was fetched in advance and is not among them is not needed."""
+    def leave_prologue(self) -> None:
+        """The transfers of the prologue have begun: what was fetched in advance and is not among them is not needed."""
         EXECUTOR.drop_anticipated()
 
     def begin_operator(self, index: int) -> None:

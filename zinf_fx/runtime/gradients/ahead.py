@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zinf_fx.plan.memory.accounting import early_rooms, leaving_for_nvme, room_of_gradient
+from zinf_fx.plan.memory.accounting import gradient_buffer_bytes, leaving_for_nvme, prefetched_gradient_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule
 from zinf_fx.runtime.gradients.accumulate import Addends
@@ -32,8 +32,10 @@ class RoomsAhead:
     def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
         self._behind: defaultdict[int, list[_Room]] = defaultdict(list)
         leaving = leaving_for_nvme(schedule)
-        rooms = [room_of_gradient(schedule.tiles[event.tile], plan.stage) for event in leaving]
-        for number, (event, before) in enumerate(zip(leaving, early_rooms(plan, schedule), strict=True)):
+        rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in leaving]
+        for number, (event, before) in enumerate(
+            zip(leaving, prefetched_gradient_buffers(plan, schedule), strict=True)
+        ):
             if before is not None:
                 limit = plan.gradient_buffer - sum(rooms[before + 1 : number + 1])
                 room = _Room(event.tile, schedule.tiles[event.tile].label, event.offset, limit)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.memory.accounting import room_of_gradient
+from zinf_fx.plan.memory.accounting import gradient_buffer_bytes
 from zinf_fx.plan.packs import gradient_offsets
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Tile
@@ -298,7 +298,7 @@ class LeavingGradients:
     def _limit_writes(self, storage: Stored, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
         if self._tiles[tile].gradient_tier == "nvme":
-            nbytes = room_of_gradient(self._tiles[tile], self._plan.stage)
+            nbytes = gradient_buffer_bytes(self._tiles[tile], self._plan.stage)
             storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
 
     def _keep_for_consumer(

@@ -15,15 +15,15 @@ from itertools import accumulate
 from typing import Literal
 
 from zinf_fx.plan.intervals import sums
-from zinf_fx.plan.journeys import At
-from zinf_fx.plan.memory.accounting import bytes_read, early_rooms, in_blocks, room_of_gradient
+from zinf_fx.plan.lifetimes import At
+from zinf_fx.plan.memory.accounting import bytes_read, gradient_buffer_bytes, in_blocks, prefetched_gradient_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import EventKind, Tile
 from zinf_fx.sizes import blocks
 
 
 @dataclass(frozen=True)
-class Lifetime:
+class PlannedBuffer:
     """One buffer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Clock:
         return range(self.end)
 
 
-def host_buffers(plan: Plan) -> list[Lifetime]:
+def host_buffers(plan: Plan) -> list[PlannedBuffer]:
     """The buffers in host memory: of tiles that are read from NVMe, and of gradients that are written there.
 
     Where the device computes in host memory, a tile's is needed until its release, else until somebody waits for it:
@@ -80,7 +80,7 @@ def host_buffers(plan: Plan) -> list[Lifetime]:
     return [*_tiles(plan, "fetch", closes, lambda tile: _in_host_memory(tile, plan.has_own_memory)), *_writes(plan)]
 
 
-def device_buffers(plan: Plan) -> list[Lifetime]:
+def device_buffers(plan: Plan) -> list[PlannedBuffer]:
     """The buffers in the memory of a device that has its own: of tiles that don't live there."""
     if not plan.has_own_memory:
         return []
@@ -94,20 +94,20 @@ def _in_host_memory(tile: Tile, separate: bool) -> int:
     return in_blocks(tile, tile.nbytes) if tile.owned and tile.tier == "nvme" else bytes_read(tile)
 
 
-def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[Lifetime]:
+def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile], int]) -> Iterator[PlannedBuffer]:
     """The buffer of each tile is needed from the first event that opens it to the one after which nobody needs it.
 
     Buffers come in the order in which they are given back, those that never are, last.
     """
-    clock, journeys = Clock(plan), plan.journeys
-    given_back: list[tuple[At, Lifetime]] = []
-    always: list[tuple[At, Lifetime]] = []
-    for index, stays in journeys.of_tile.items():
+    clock, lifetimes = Clock(plan), plan.lifetimes
+    given_back: list[tuple[At, PlannedBuffer]] = []
+    always: list[tuple[At, PlannedBuffer]] = []
+    for index, live_ranges in lifetimes.of_tile.items():
         tile = plan.tiles[index]
         if not (nbytes := size(tile)):
             continue
-        marks = [(at, True) for stay in stays for at in stay.events(opens)]
-        marks += [(s.steps[closes], False) for s in stays if closes != "release" or journeys.frees(s)]
+        marks = [(at, True) for live_range in live_ranges for at in live_range.events(opens)]
+        marks += [(s.steps[closes], False) for s in live_ranges if closes != "release" or lifetimes.frees(s)]
         marks.sort(key=lambda mark: mark[0])
         last = max((number for number, (_, needed) in enumerate(marks) if not needed), default=-1)
         takers: list[At] = []
@@ -117,27 +117,27 @@ def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile
             elif takers:
                 start, stop = clock.at(takers[0]), clock.at(at)
                 spans = (range(start, stop),) if start < stop else (range(stop), range(start, clock.end))
-                given_back.append((at, Lifetime("tile", tile.label, nbytes, spans, tuple(takers))))
+                given_back.append((at, PlannedBuffer("tile", tile.label, nbytes, spans, tuple(takers))))
                 takers = []
         if takers:
-            always.append((takers[0], Lifetime("tile", tile.label, nbytes, (clock.always,), tuple(takers))))
+            always.append((takers[0], PlannedBuffer("tile", tile.label, nbytes, (clock.always,), tuple(takers))))
     for several in (given_back, always):
-        yield from (lifetime for _, lifetime in sorted(several, key=lambda one: one[0]))
+        yield from (buffer for _, buffer in sorted(several, key=lambda one: one[0]))
 
 
-def _writes(plan: Plan) -> Iterator[Lifetime]:
+def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
     """On their way to NVMe: activations, and what forward writes to parameters, each until its room is needed for
     another, or the graph's end; gradients, too, or the optimizer's chunks need it. For gradients, see
     `early_rooms`."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
-        behind, left = deque(early_rooms(plan, schedule)), []  # the times at which gradients left
+        behind, left = deque(prefetched_gradient_buffers(plan, schedule)), []  # the times at which gradients left
         writing: deque[tuple[int, At, Tile, int]] = deque()  # with the time at which each has its room
         together = 0
         for number, event in enumerate(schedule.events):
             tile = schedule.tiles[event.tile]
             if event.kind == "offload" and tile.gradient_tier == "nvme":
-                buffer, nbytes = plan.gradient_buffer, room_of_gradient(tile, plan.stage)
+                buffer, nbytes = plan.gradient_buffer, gradient_buffer_bytes(tile, plan.stage)
             elif event.kind in ("offload_activation", "write") and tile.tier == "nvme":
                 buffer, nbytes = plan.activation_buffer, blocks(tile.held_nbytes)
             else:
@@ -157,10 +157,10 @@ def _writes(plan: Plan) -> Iterator[Lifetime]:
             yield _write(*each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
-def _write(begin: int, at: At, tile: Tile, nbytes: int, stop: int) -> Lifetime:
-    return Lifetime("write", tile.label, nbytes, (range(begin, stop),), (at,))
+def _write(begin: int, at: At, tile: Tile, nbytes: int, stop: int) -> PlannedBuffer:
+    return PlannedBuffer("write", tile.label, nbytes, (range(begin, stop),), (at,))
 
 
-def profile(buffers: Collection[Lifetime], end: int) -> list[int]:
+def profile(buffers: Collection[PlannedBuffer], end: int) -> list[int]:
     """Bytes that are needed at each time before `end`."""
     return sums([(span, buffer.nbytes) for buffer in buffers for span in buffer.spans], range(end))
