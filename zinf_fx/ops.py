@@ -43,6 +43,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from zinf_fx import cuda
+
 _library = torch.library.Library("zinf", "DEF")
 _library.define(
     "gather(Tensor token, SymInt[] shape, ScalarType dtype, Device device, *, int start=0, int after=0) -> Tensor"
@@ -193,8 +195,7 @@ def _generator(device: torch.device) -> torch.Generator:
     """The generator that operations on a device draw from."""
     if device.type == "cpu":
         return torch.default_generator
-    torch.cuda.init()
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return cuda.generator(device)
 
 
 @torch.library.impl("zinf::join", "CompositeExplicitAutograd", lib=_library)

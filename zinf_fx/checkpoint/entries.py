@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zinf_fx import cuda
 from zinf_fx.checkpoint.copying import Holding
 from zinf_fx.checkpoint.manifest import SavedTensor
 from zinf_fx.checkpoint.models import by_plain_name, plain_names, unwrapped
@@ -541,8 +542,8 @@ class RandomPart:
 
     def collect(self, collected: Collected) -> dict[str, Any]:
         states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state_all()
+        if on_devices := cuda.random_states():
+            states["cuda"] = on_devices
         if (numpy := sys.modules.get("numpy")) is not None:
             states["numpy"] = numpy.random.get_state(legacy=True)
         return {name: encode(state, f"{self.name}.{name}", collected.keep) for name, state in states.items()}
@@ -555,17 +556,11 @@ class RandomPart:
 def _setters() -> dict[str, Callable[[Any], None]]:
     """What sets the states of the generators that are here."""
     setters: dict[str, Callable[[Any], None]] = {"torch": torch.set_rng_state, "python": random.setstate}
-    if torch.cuda.is_available():
-        setters["cuda"] = _set_cuda
+    if cuda.is_available():
+        setters["cuda"] = cuda.set_random_states
     if (numpy := sys.modules.get("numpy")) is not None:
         setters["numpy"] = numpy.random.set_state
     return setters
-
-
-def _set_cuda(states: list[torch.Tensor]) -> None:
-    """Of as many devices as there were and are."""
-    for device, state in zip(range(torch.cuda.device_count()), states, strict=False):
-        torch.cuda.set_rng_state(state, device)
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from zinf_fx import cuda
 from zinf_fx.adam import AdamStates
 from zinf_fx.config import Config
 from zinf_fx.frontend.parameters import form_of
@@ -104,7 +105,7 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
     on_cpu = device.type != "cuda"
     ranks = ranks_per_node(device)
     machine = NOMINAL_MACHINE if on_cpu else load(_NOMINAL_DEVICE)
-    own = memory_limit().nbytes // ranks if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    own = memory_limit().nbytes // ranks if on_cpu else cuda.total_memory(device)
     stores = one_per_device(map(_existing, config.stores))
     disks = replace(machine.nvme, capacity=sum(file_system_of(one).free for one in stores))
     profiles = [profile for one in stores if (profile := load_profile(one)) is not None]

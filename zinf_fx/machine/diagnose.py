@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from zinf_fx import cuda
 from zinf_fx.adam import AdamStates
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import checksums_in_hardware, direct_alignment, is_direct
@@ -67,10 +68,10 @@ def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]
 
 def _torch() -> Finding:
     found = f"torch {torch.__version__}, Python {platform.python_version()}"
-    if not torch.cuda.is_available():
+    if not cuda.is_available():
         return Finding("torch", "ok", f"{found}, no CUDA: models run on the CPU")
-    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    return Finding("torch", "ok", f"{found}, CUDA {torch.version.cuda}: {', '.join(sorted(names))}")
+    names = set(map(cuda.name, cuda.devices()))
+    return Finding("torch", "ok", f"{found}, CUDA {cuda.version()}: {', '.join(sorted(names))}")
 
 
 def _checksums() -> Finding:
@@ -95,7 +96,7 @@ def _huge_pages() -> Finding:
 def _memlock() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"locked memory: {_size(soft)} (hard limit {_size(hard)})"
-    if soft != resource.RLIM_INFINITY and torch.cuda.is_available():
+    if soft != resource.RLIM_INFINITY and cuda.is_available():
         mend = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _limits_line("memlock")
         return Finding("memlock", "warning", f"{found}: pinning host memory for the GPU may be refused", mend)
     return Finding("memlock", "ok", f"{found}; nothing is locked without a GPU" if soft != -1 else found)

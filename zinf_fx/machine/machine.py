@@ -16,6 +16,7 @@ from threading import Event
 
 import torch
 
+from zinf_fx import cuda
 from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.blockwise import decode, encode
 from zinf_fx.optim.companions import CODES, LOWER, SCALES, UPS
@@ -56,20 +57,20 @@ def measure_machine(*stores: Path | str) -> Hardware:
 
     Raises: StoreError.
     """
-    cuda = torch.cuda.is_available()
-    ranks = torch.cuda.device_count() if cuda else 1
-    nvme = _disks(stores, unified=not cuda)
-    device = torch.device("cuda:0") if cuda else CPU
-    host = _memory(CPU, memory_limit().nbytes // (1 if cuda else 2))
-    upload, download = (link(CPU, device), link(device, CPU)) if cuda else (_in_memory(host),) * 2
-    in_node = link(device, torch.device("cuda:1")) if ranks > 1 else upload
+    gpus = cuda.devices()
+    ranks = len(gpus) or 1
+    nvme = _disks(stores, unified=not gpus)
+    device = gpus[0] if gpus else CPU
+    host = _memory(CPU, memory_limit().nbytes // (1 if gpus else 2))
+    upload, download = (link(CPU, device), link(device, CPU)) if gpus else (_in_memory(host),) * 2
+    in_node = link(device, gpus[1]) if ranks > 1 else upload
     return Hardware(
-        name=torch.cuda.get_device_name(device) if cuda else "this machine's CPU",
+        name=cuda.name(device) if gpus else "this machine's CPU",
         nodes=1,
         ranks_per_node=ranks,
         achievable=1.0,
         peak={dtype: peak_of(device, getattr(torch, dtype)) for dtype in DTYPES},
-        device=_memory(device, torch.cuda.get_device_properties(device).total_memory) if cuda else host,
+        device=_memory(device, cuda.total_memory(device)) if gpus else host,
         host=host,
         nvme=nvme,
         upload=upload,
@@ -77,14 +78,14 @@ def measure_machine(*stores: Path | str) -> Hardware:
         in_node=in_node,
         between_nodes=in_node,
         **dict(zip(("updates", "codes", "splits"), update_rates(), strict=True)),
-        launch=launch_seconds(device) if cuda else 0.0,
-        unified=not cuda,
+        launch=launch_seconds(device) if gpus else 0.0,
+        unified=not gpus,
     )
 
 
 def ranks_per_node(device: torch.device) -> int:
     """How many ranks share this machine's memory and disks: as torchrun says, or else one per device like this one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (len(cuda.devices()) if device.type == "cuda" else 1)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float:
@@ -288,15 +289,10 @@ def _again_and_again(work: Callable[[], object], other: Executor) -> Iterator[No
 def _mean(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that something takes: what now and then interrupts it here does so in a training, too."""
     work()
-    _synchronize(device)
+    cuda.synchronize(device)
     started, times = time.perf_counter(), 0
     while times < _TIMES or time.perf_counter() - started < _SECONDS:
         work()
-        _synchronize(device)
+        cuda.synchronize(device)
         times += 1
     return (time.perf_counter() - started) / times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

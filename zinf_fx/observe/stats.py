@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from zinf_fx import cuda
 from zinf_fx.arguments import check_model
 from zinf_fx.native.engine import IoCounters
 from zinf_fx.runtime.ranks import Ranks
@@ -117,7 +118,7 @@ def stats(model: torch.nn.Module) -> Stats:
         planned_device_arena_bytes=sum(arena.capacity for arena in arenas),
         placed_buffers=sum(each.placed for each in counters),
         displaced_buffers=sum(each.displaced for each in counters),
-        peak_device_bytes=sum(torch.cuda.max_memory_allocated(device) for device in devices),
+        peak_device_bytes=sum(map(cuda.peak_allocated_bytes, devices)),
         gathered_bytes=sum(each.gathered_bytes for each in counters),
         stall_seconds=sum(each.stall_seconds for each in counters),
         write_stall_seconds=sum(each.write_stall_seconds for each in counters),

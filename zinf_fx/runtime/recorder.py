@@ -16,6 +16,7 @@ from itertools import takewhile
 import torch
 import torch.distributed as dist
 
+from zinf_fx import cuda
 from zinf_fx.errors import ConfigError
 from zinf_fx.native.engine import FileTicket, Span
 from zinf_fx.plan.plan import Plan
@@ -34,9 +35,9 @@ _HOST = torch.device("cpu")
 class DeviceMoment:
     """When a CUDA device has computed what was queued so far on the current stream, in the clock of the host."""
 
-    def __init__(self, clock: DeviceClock, stream: torch.cuda.Stream) -> None:
+    def __init__(self, clock: DeviceClock, stream: cuda.Stream) -> None:
         self._clock = clock
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._event = cuda.Event(enable_timing=True)
         self._event.record(stream)
 
     def seconds(self) -> float:
@@ -49,8 +50,8 @@ class DeviceClock:
     """A moment on a CUDA device that is known in the clock of the host too."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(torch.cuda.current_stream(device))
+        self.event = cuda.Event(enable_timing=True)
+        self.event.record(cuda.current_stream(device))
         self.event.synchronize()
         self.host = time.perf_counter()
 
@@ -270,7 +271,7 @@ class Recorder:
             log = self.log
             if log is not None:
                 log.on_host = False
-        return DeviceMoment(self._clocks[device], torch.cuda.current_stream(device))
+        return DeviceMoment(self._clocks[device], cuda.current_stream(device))
 
 
 @contextmanager

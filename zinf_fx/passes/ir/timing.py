@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from statistics import mean
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zinf_fx import ops
+from zinf_fx import cuda, ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.aliases import is_view_node
 from zinf_fx.passes.ir.framework import computing, size_at_hand
@@ -179,10 +179,12 @@ def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node], uses: Sequence[
         module(*made_up[0])  # kernels are chosen once
         started = time.perf_counter()
         while len(seconds) < _TIMES or time.perf_counter() - started < _SECONDS:
-            _synchronize(devices)
+            for device in devices:
+                cuda.synchronize(device)
             before = time.perf_counter()
             module(*made_up[(1 + len(seconds)) % turns])
-            _synchronize(devices)
+            for device in devices:
+                cuda.synchronize(device)
             seconds.append(time.perf_counter() - before)
     return mean(seconds)
 
@@ -208,9 +210,3 @@ def _described(node: fx.Node) -> str:
         f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" if isinstance(one, torch.Tensor) else str(one)
         for one in tree_leaves(node.meta["val"])
     )
-
-
-def _synchronize(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

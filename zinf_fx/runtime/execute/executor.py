@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zinf_fx import ops
+from zinf_fx import cuda, ops
 from zinf_fx.interrupts import INTERRUPTS, let_through, sealed
 from zinf_fx.plan.memory.use import room_on_device
 from zinf_fx.plan.plan import Plan
@@ -436,7 +436,7 @@ class Run:
         RECORDER.holds("host", sum(tiers.host.in_use for tiers in self._tiers))
         device = self.device.torch_device
         if device.type == "cuda":
-            RECORDER.holds("device", torch.cuda.memory_allocated(device))
+            RECORDER.holds("device", cuda.allocated_bytes(device))
 
     @sealed
     def abort(self, error: BaseException) -> None:

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Protocol
 
 import torch
-from torch import cuda
 
+from zinf_fx import cuda
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.memory.leases import Ticket
 from zinf_fx.runtime.memory.pinned import slabs
@@ -144,7 +144,7 @@ class Cuda(Device):
     computes_apart = True
 
     def __init__(self, torch_device: torch.device, api: ModuleType = cuda) -> None:
-        """`api`: what has the device's streams and events, as `torch.cuda` has them."""
+        """`api`: what has the device's streams and events, as `zinf_fx.cuda` has them."""
         self.torch_device, self.api = torch_device, api
         self.uploads = api.Stream(torch_device)
         self.downloads = api.Stream(torch_device)
@@ -319,7 +319,7 @@ def _cuda(index: int) -> Device:
 
 MAKERS: dict[str, Callable[[torch.device], Device]] = {
     "cpu": lambda device: CPU,
-    "cuda": lambda device: _cuda(cuda.current_device() if device.index is None else device.index),
+    "cuda": lambda device: _cuda(cuda.current_index(device)),
 }
 """By PyTorch's types of devices, what computes on one."""
 
