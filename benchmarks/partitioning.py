@@ -36,7 +36,7 @@ import zinf_fx
 from zinf_fx.plan.packs import pack_of
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.staging import Staging
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
@@ -73,14 +73,14 @@ def bring(tiles: Sequence[tuple[Stored, Tile]]) -> None:
 
 def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[Stored, Tile]]:
     """What moves: parameters that lie side by side as one pack, the others by themselves."""
-    homes: dict[Home, list[tuple[TensorStorage, Tile]]] = {}
+    allocations: dict[Allocation, list[tuple[TensorStorage, Tile]]] = {}
     for parameter in parameters:
         storage, ranks = parameter.storage, parameter.storage.share.ranks.shards
         shard = storage.share.shards.size if ranks > 1 else 0
         tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
-        homes.setdefault(storage.bytes.home, []).append((storage, replace(tile, partitioned=ranks > 1)))
+        allocations.setdefault(storage.bytes.allocation, []).append((storage, replace(tile, partitioned=ranks > 1)))
     found: list[tuple[Stored, Tile]] = []
-    for together in homes.values():
+    for together in allocations.values():
         storages, tiles = zip(*together, strict=True)
         planned = pack_of(tiles) if len(tiles) > 1 else tiles[0]
         found.append((Pack.of(storages, planned) if planned.members else storages[0], planned))

@@ -90,10 +90,10 @@ def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: 
     optimizer.zero_grad()
     if finishes:
         optimizer.finish()
-    homes = [weakref.ref(p.storage.bytes.home) for p in model.parameters()]
+    allocations = [weakref.ref(p.storage.bytes.allocation) for p in model.parameters()]
     store = model[0].weight.storage.tiers.store_in_use
     model.double()
-    assert [home() for home in homes] == [None] * 9
+    assert [allocation() for allocation in allocations] == [None] * 9
     assert store.in_use == sum(blocks(p.nbytes) for p in model.parameters())
     step(model, zinf_fx.optim.SGD(model.parameters(), lr=0.1), torch.randn(64).double())
 

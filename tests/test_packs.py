@@ -292,7 +292,7 @@ def test_models_built_piece_by_piece_and_copies(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
         built = Net()
-    assert len({parameter.storage.bytes.home for parameter in built.parameters()}) == 1
+    assert len({parameter.storage.bytes.allocation for parameter in built.parameters()}) == 1
     for model in (built, copy.deepcopy(built)):
         reference = copy.deepcopy(plain)
         call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(reference, model)
@@ -417,7 +417,7 @@ def test_a_member_that_is_updated_in_several_parts(tmp_path: Path) -> None:
 def test_members_with_a_larger_parameter_between_them_are_updated_at_once(tmp_path: Path) -> None:
     layers = [nn.LayerNorm(1100), nn.Linear(1100, 1000, bias=False), nn.LayerNorm(1000), nn.Linear(1000, 4)]
     plain, model = twins(tmp_path, nn.Sequential(*layers))
-    assert model[0].weight.storage.bytes.home is model[3].bias.storage.bytes.home
+    assert model[0].weight.storage.bytes.allocation is model[3].bias.storage.bytes.allocation
     (plainly, optimizer), call = optimizers(plain, model), torch.compile(model, backend="zinf")
     moved = 0
     for _ in range(2):

@@ -196,7 +196,7 @@ def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
     saved = saved_by_a_dead_job(tmp_path)
     job = Counting(tmp_path / "second")
     weight, store = job.model.requires_grad_(False)[0].weight, store_of(job)
-    before = weight.storage.bytes.home.in_store._live[0].extent
+    before = weight.storage.bytes.allocation.in_store._live[0].extent
     seen: list[bool] = []
 
     class Read:
@@ -206,7 +206,7 @@ def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
         def wait(self) -> None:
             seen.append(before.generation in store._live)
 
-    weight.storage.bytes.home.reads.append((range(1), Read()))
+    weight.storage.bytes.allocation.reads.append((range(1), Read()))
     job.load(saved)
     assert seen == [True] and before.generation not in store._live
 
@@ -247,9 +247,9 @@ def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: in
             first = 4 * now.position(0, elements.start)
             return range(first, first + 4 * len(elements))
 
-        home = mock.Mock(tiers=None, in_store=in_store)
+        allocation = mock.Mock(tiers=None, in_store=in_store)
         holding = SimpleNamespace(
-            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages, home=home
+            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages, allocation=allocation
         )
         matching = Matching(manifest.by_name(), [], rank=0, ranks=3, ranks_then=3)
         matching.targets.append((saved, holding))

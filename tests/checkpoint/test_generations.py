@@ -97,7 +97,9 @@ class Filled:
     @property
     def capacity(self) -> int:
         """Bytes of the store that they take."""
-        return sum(home.in_store.capacity for home in {tensor.storage.bytes.home for tensor in self.tensors})
+        return sum(
+            allocation.in_store.capacity for allocation in {tensor.storage.bytes.allocation for tensor in self.tensors}
+        )
 
     def values(self) -> list[torch.Tensor]:
         return [tensor.full_tensor() for tensor in self.tensors]
@@ -170,7 +172,7 @@ def test_what_has_moved_is_left_alone(tmp_path: Path):
 def test_frozen_parameters_are_shared(tmp_path: Path):
     job = Filled(tmp_path / "store", frozen=True)
     plain = job.store.in_use
-    frozen = job.model[0].weight.storage.bytes.home.in_store.capacity
+    frozen = job.model[0].weight.storage.bytes.allocation.in_store.capacity
     for name in "abc":
         zinf_fx.save_checkpoint(tmp_path / name, job.model, job.optimizer)
         job.step()

@@ -126,19 +126,19 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
     model = zinf_fx.offload(nn.Sequential(*layers), store=tmp_path, placement=placement, pack="auto")
     torch.compile(model, backend="zinf")(torch.randn(4, 8)).sum().backward()
     before = [p.grad.full_tensor() for p in model.parameters()]
-    home = model[0].weight.grad.storage.bytes.home
-    assert home.is_lent and home is model[2].bias.grad.storage.bytes.home
+    allocation = model[0].weight.grad.storage.bytes.allocation
+    assert allocation.is_lent and allocation is model[2].bias.grad.storage.bytes.allocation
 
     def drop() -> None:
         model.zero_grad()
         gc.collect()
-        assert home._leased._is_there
+        assert allocation._leased._is_there
 
     assert _in_child(drop) == ""
     assert all(map(torch.equal, before, [p.grad.full_tensor() for p in model.parameters()]))
     model.zero_grad()
     gc.collect()
-    assert not home._leased._is_there
+    assert not allocation._leased._is_there
 
 
 def test_a_child_that_drops_its_parents_tensors_gives_no_memory_back() -> None:

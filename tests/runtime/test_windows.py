@@ -16,7 +16,7 @@ from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.flying import TileState
 from zinf_fx.runtime.execute.staging import StagedTile
 from zinf_fx.runtime.memory.device import CPU
-from zinf_fx.runtime.tensor.home import Follower
+from zinf_fx.runtime.tensor.allocation import Follower
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import WindowState
@@ -80,7 +80,7 @@ def test_a_follower_may_be_closed_when_a_write_has_found_it(
     """By the training thread, while the optimizer writes in another one: the memory is somebody else's then."""
     follower = storage.settled().window().read_only()
     follower.follow(storage.bytes)
-    memory, find = follower.wait(), storage.bytes.home.present_followers
+    memory, find = follower.wait(), storage.bytes.allocation.present_followers
 
     def find_and_close() -> list[Follower]:
         found = find()
@@ -88,7 +88,7 @@ def test_a_follower_may_be_closed_when_a_write_has_found_it(
         follower.close()
         return found
 
-    monkeypatch.setattr(storage.bytes.home, "present_followers", find_and_close)
+    monkeypatch.setattr(storage.bytes.allocation, "present_followers", find_and_close)
     window = storage.settled().window(load=False)
     window.wait().fill_(1.0)
     window.store()

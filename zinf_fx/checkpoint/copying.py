@@ -27,9 +27,9 @@ from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.boxes import Box, copy_common, view_of
 from zinf_fx.runtime.tensor.gathered import gathered
-from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.quantised import bytes_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -126,9 +126,9 @@ class Holding:
         return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
 
     @property
-    def home(self) -> Home | None:
+    def allocation(self) -> Allocation | None:
         """Where a stored tensor lives."""
-        return self.tensor.storage.bytes.home if isinstance(self.tensor, StoredTensor) else None
+        return self.tensor.storage.bytes.allocation if isinstance(self.tensor, StoredTensor) else None
 
     @property
     def own(self) -> list[range]:
@@ -155,14 +155,14 @@ class Holding:
         return pieces_of(elements, self.dtype.itemsize, nbytes)
 
     def in_home(self, elements: range) -> range:
-        """The bytes of their home that consecutive elements of a stored tensor are."""
+        """The bytes of their allocation that consecutive elements of a stored tensor are."""
         storage, itemsize = self.tensor.storage, self.dtype.itemsize
         first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
     def in_pages(self, elements: range) -> range | None:
         """The same, if they begin with a page of the store."""
-        if (home := self.home) is None or home.in_store is None:
+        if (allocation := self.allocation) is None or allocation.in_store is None:
             return None
         found = self.in_home(elements)
         return None if found.start % PAGE or PAGE % self.dtype.itemsize else found
@@ -170,7 +170,7 @@ class Holding:
     def checksum(self, elements: range) -> int | None:
         """The CRC-32C of consecutive elements that are whole pages of the store, and not being written; else None."""
         place = self.in_pages(elements)
-        return self.home.in_store.checksum(place.start, len(place)) if place and len(place) % PAGE == 0 else None
+        return self.allocation.in_store.checksum(place.start, len(place)) if place and len(place) % PAGE == 0 else None
 
     def read(self, elements: range) -> Window | Read:
         """Start to read consecutive elements of one range to host memory. What is there already is used in place."""

@@ -35,7 +35,7 @@ from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.disk.stripes import UNIT, FilePart, Place
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.mapped import mapped_empty
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, blocks, in_words, pieces_of
 
@@ -74,11 +74,11 @@ class KeptInStore:
         """
         by_tiers: dict[Tiers, list[SavedRun]] = {}
         for run in runs:
-            home = run.holding.home
-            if home is None or home.in_store is None:
+            allocation = run.holding.allocation
+            if allocation is None or allocation.in_store is None:
                 self.others.append(run)
             else:
-                by_tiers.setdefault(home.tiers, []).append(run)
+                by_tiers.setdefault(allocation.tiers, []).append(run)
         for tiers, several in by_tiers.items():
             self._tiers.append(tiers)
             tiers.drain()
@@ -114,7 +114,7 @@ class KeptInStore:
         generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
         rewritten: dict[CopyOnWrite, bool] = {}
         for run in runs:
-            in_store = run.holding.home.in_store
+            in_store = run.holding.allocation.in_store
             rewritten[in_store] = rewritten.get(in_store, False) or run.holding.tensor.storage.key not in unwritten
         try:
             generation.freeze(rewritten, earlier)
@@ -182,7 +182,7 @@ class _Kept:
         self._key, self._files = generation.key, files
 
     def look_for(self, run: SavedRun) -> None:
-        holding, in_store, itemsize = run.holding, run.holding.home.in_store, run.holding.dtype.itemsize
+        holding, in_store, itemsize = run.holding, run.holding.allocation.in_store, run.holding.dtype.itemsize
         for elements in holding.chunks(run.elements):
             whole = holding.in_pages(elements)
             places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))
@@ -238,15 +238,17 @@ class Frozen:
                     copies[holding] = self._copied(holding)
                 self.runs.append(replace(run, holding=copies[holding]))
                 continue
-            home = holding.home
-            if home is None or not isinstance(home.in_store, CopyOnWrite):
+            allocation = holding.allocation
+            if allocation is None or not isinstance(allocation.in_store, CopyOnWrite):
                 raise NotFrozenError(f"'{run.name}' is in memory")
-            generation = self._generations.setdefault(home.tiers, Generation(home.tiers.store))
-            several = rewritten.setdefault(home.tiers, {})
+            generation = self._generations.setdefault(allocation.tiers, Generation(allocation.tiers.store))
+            several = rewritten.setdefault(allocation.tiers, {})
             is_rewritten = holding.tensor.storage.key not in unwritten
-            several[home.in_store] = several.get(home.in_store, False) or is_rewritten
+            several[allocation.in_store] = several.get(allocation.in_store, False) or is_rewritten
             first = holding.in_home(run.elements).start - run.elements.start * holding.dtype.itemsize
-            kept = FrozenHolding(holding.tensor, holding.shape, holding.box, self, home.in_store, generation.key, first)
+            kept = FrozenHolding(
+                holding.tensor, holding.shape, holding.box, self, allocation.in_store, generation.key, first
+            )
             self.runs.append(replace(run, holding=kept))
         try:
             for tiers, several in rewritten.items():
@@ -311,7 +313,7 @@ _Target = tuple[SavedTensor, Holding]
 
 
 class _Placed(NamedTuple):
-    """A piece, and where its bytes and their padding are in the home."""
+    """A piece, and where its bytes and their padding are in the allocation."""
 
     place: range
     saved: SavedTensor
@@ -320,11 +322,11 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """All that a home has, of one tensor or of several side by side, as it lies in data files: in `parts`, which are
-    consecutive in the home, and each in one file, by its number in the manifest. `placed`: the pieces, in order.
+    """All that an allocation has, of one tensor or of several, as it lies in data files: in `parts`, which are
+    consecutive in the allocation, and each in one file, by its number in the manifest. `placed`: the pieces, in order.
     """
 
-    home: Home
+    allocation: Allocation
     targets: Sequence[_Target]
     placed: Sequence[_Placed]
     parts: Sequence[FilePart]
@@ -332,7 +334,7 @@ class _Whole:
     @property
     def nbytes(self) -> int:
         """Of the pages."""
-        return self.home.in_store.capacity
+        return self.allocation.in_store.capacity
 
     @property
     def unit(self) -> int | None:
@@ -370,19 +372,19 @@ class Adoption:
         for tiers in {holding.tiers for _, holding in matching.targets} - {None}:
             tiers.drain()
             tiers.release_generations()
-        by_home: dict[Home | None, list[_Target]] = {}
+        by_allocation: dict[Allocation | None, list[_Target]] = {}
         for target in matching.targets:
-            by_home.setdefault(target[1].home, []).append(target)
+            by_allocation.setdefault(target[1].allocation, []).append(target)
         taken: set[str] = set()  # what was tied, and is not any more, is taken over once
-        for home, targets in by_home.items():
+        for allocation, targets in by_allocation.items():
             names = [saved.name for saved, _ in targets]
             is_new = taken.isdisjoint(names) and len(set(names)) == len(names)
-            whole = self._whole(home, targets) if home is not None and is_new else None
+            whole = self._whole(allocation, targets) if allocation is not None and is_new else None
             if whole is None:
                 self.others += targets
             else:
                 taken.update(names)
-                self._by_tiers.setdefault(home.tiers, []).append(whole)
+                self._by_tiers.setdefault(allocation.tiers, []).append(whole)
 
     def complete(self, opened: Sequence[File], unwritten: Set[int], report: Callable[[int], object]) -> None:
         """Read and take over what can be. `opened`: the manifest's files; `unwritten`: keys of the storages that nobody
@@ -404,9 +406,9 @@ class Adoption:
             for tiers, several, numbers, sums in ready:
                 self._take_over(tiers, several, numbers, sums, unwritten)
 
-    def _whole(self, home: Home, targets: Sequence[_Target]) -> _Whole | None:
-        """What a home has, if it can be taken over as it lies. `targets`: all that live there."""
-        if not isinstance(home.in_store, CopyOnWrite) or home.in_store.is_kept:
+    def _whole(self, allocation: Allocation, targets: Sequence[_Target]) -> _Whole | None:
+        """What an allocation has, if it can be taken over as it lies. `targets`: all that live there."""
+        if not isinstance(allocation.in_store, CopyOnWrite) or allocation.in_store.is_kept:
             return None
         placed: list[_Placed] = []
         for target in targets:
@@ -415,11 +417,11 @@ class Adoption:
             placed += found
         placed.sort(key=lambda one: one.place.start)
         ends = [0, *(one.place.stop for one in placed)]
-        if ends[-1] != home.in_store.capacity or any(
+        if ends[-1] != allocation.in_store.capacity or any(
             one.place.start != end or one.place.stop % PAGE for one, end in zip(placed, ends, strict=False)
         ):
             return None
-        found = _Whole(home, targets, placed, _joined(placed))
+        found = _Whole(allocation, targets, placed, _joined(placed))
         return None if found.unit is None else found
 
     def _placed(self, saved: SavedTensor, holding: Holding) -> list[_Placed] | None:
@@ -479,10 +481,12 @@ class Adoption:
         try:
             for one, its_sums in zip(several, sums, strict=True):
                 storages = [holding.tensor.storage for _, holding in one.targets]
-                one.home.await_reads(range(one.home.count))  # ahead of their turn, from what may be given back now
+                one.allocation.await_reads(
+                    range(one.allocation.count)
+                )  # ahead of their turn, from what may be given back now
                 extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
                 reserve = not unwritten.issuperset(storage.key for storage in storages)
-                generation.adopt(one.home.in_store, extent, reserve=reserve)
+                generation.adopt(one.allocation.in_store, extent, reserve=reserve)
                 for storage in storages:
                     storage.bytes.written()
         finally:  # Ctrl-C: files that nothing was taken over from are closed
@@ -495,7 +499,7 @@ class Adoption:
 
 
 def _joined(placed: Iterable[_Placed]) -> list[FilePart]:
-    """Pieces that are consecutive in a home, in as few parts as possible that are consecutive in a file, too."""
+    """Pieces that are consecutive in an allocation, in as few parts as possible that are consecutive in a file, too."""
     found: list[FilePart] = []
     for place, _, piece in placed:
         last = found[-1] if found else None

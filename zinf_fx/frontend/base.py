@@ -24,7 +24,7 @@ from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -138,7 +138,7 @@ def _twins(
     for tiers in {storage.tiers for storage in packed}:
         tiers.drain()
     for storage in packed:
-        storage.bytes.home.seal()
+        storage.bytes.allocation.seal()
     return twins
 
 
@@ -184,9 +184,9 @@ def _twin(
     if place.path not in files:
         files[place.path] = tiers.store.open_read_only(place.path)
     extent = FileExtent(files[place.path], place.offset + first * dtype.itemsize, count * dtype.itemsize)
-    home = Home(tiers, "nvme", held, dtype, device_of(device), extent)
+    allocation = Allocation(tiers, "nvme", [held], dtype, device_of(device), extent)
     storage = TensorStorage(
-        tiers, "nvme", config, numel, dtype, device_of(device), ranks, partitioned, shards, (home, 0)
+        tiers, "nvme", config, numel, dtype, device_of(device), ranks, partitioned, shards, (allocation, 0)
     )
     storage.share.agreed = True
     storage.label = f"parameter '{name}'"

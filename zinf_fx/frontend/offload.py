@@ -36,7 +36,6 @@ from zinf_fx.frontend.parameters import (
     warn_of_staying,
 )
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
@@ -44,7 +43,7 @@ from zinf_fx.runtime.gradients.spaces import reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, made_of, placed_as, stored_in
 from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -146,18 +145,18 @@ def reserved_twins(
 ) -> list[StoredTensor]:
     """For each parameter, a stored one without a value yet that is to take its place, by the options of its own. Those
     that may move together, which have the same options, are side by side."""
-    homes: dict[str, tuple[Home, int]] = {}
+    allocations: dict[str, tuple[Allocation, int]] = {}
     packs = packs_of(parameters, forms, configs)
     for names in packs:
         dtype, device, config = forms[names[0]].dtype, device_of(parameters[names[0]].device), configs[names[0]]
-        *starts, end = starts_of((_held(forms[name], config, Ranks.of(config)) for name in names), dtype)
-        home = Home(tiers, config.placement.parameters, end, dtype, device)
-        homes |= {name: (home, start) for name, start in zip(names, starts, strict=True)}
+        counts = [_held(forms[name], config, Ranks.of(config)) for name in names]
+        allocation = Allocation(tiers, config.placement.parameters, counts, dtype, device)
+        allocations |= {name: (allocation, member) for member, name in enumerate(names)}
     twins = {
-        name: _reserved_twin(parameter, forms[name], tiers, configs[name], owners, homes.get(name))
+        name: _reserved_twin(parameter, forms[name], tiers, configs[name], owners, allocations.get(name))
         for name, parameter in parameters.items()
     }
-    for names in (*packs, *([name] for name in parameters if name not in homes)):
+    for names in (*packs, *([name] for name in parameters if name not in allocations)):
         reserve_gradients([twins[name] for name in names])
     return list(twins.values())
 
@@ -175,7 +174,7 @@ def _reserved_twin(
     tiers: Tiers,
     config: Config,
     owners: Owners,
-    at: tuple[Home, int] | None,
+    at: tuple[Allocation, int] | None,
 ) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor.
     `at`: where it is to live."""
@@ -188,7 +187,7 @@ def _reserved_twin(
     stays = form.quantised is None and config.placement.parameters == "device" and ranks.shards == 1
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         if at is None and stays and (memory := _memory_on_device(parameter)) is not None:
-            at = Home(tiers, "device", numel, dtype, device, on_device=memory), 0
+            at = Allocation(tiers, "device", [numel], dtype, device, on_device=memory), 0
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards, at
         )

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
-from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, starts_of, state_moves
+from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
 from zinf_fx.runtime.gradients.spaces import reserve_gradients
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
@@ -76,17 +76,17 @@ def _can_move(parameter: StoredTensor) -> bool:
 
 
 def _move(several: Sequence[TensorStorage]) -> None:
-    """Move the bytes of storages of one kind, which nobody uses, to one home."""
+    """Move the bytes of storages of one kind, which nobody uses, to one allocation."""
     first = several[0]
-    *starts, end = starts_of((storage.share.held for storage in several), first.dtype)
-    home = Home(first.usable_tiers(), first.tier, end, first.dtype, first.device)
-    moved = [StoredBytes(home, start, one.share.held, (one.token,)) for one, start in zip(several, starts, strict=True)]
+    counts = [storage.share.held for storage in several]
+    allocation = Allocation(first.usable_tiers(), first.tier, counts, first.dtype, first.device)
+    moved = [StoredBytes(allocation, range(n, n + 1), (one.token,)) for n, one in enumerate(several)]
     for storage, there in zip(several, moved, strict=True):
         window = storage.settled().window().read_only()
         try:
             there.set(window.wait())
         finally:
             window.close()
-    home.tiers.drain()
+    allocation.tiers.drain()
     for storage, there in zip(several, moved, strict=True):
         storage.bytes = there

@@ -9,7 +9,7 @@ import torch
 
 from zinf_fx.optim.arithmetic import StateLayout
 from zinf_fx.optim.companions import MASTER, MASTER_UP, kind_of
-from zinf_fx.optim.states import ParameterStates, State, by_home, follows, working_dtype
+from zinf_fx.optim.states import ParameterStates, State, by_allocation, follows, working_dtype
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -36,7 +36,7 @@ class KeptStates:
         """Before `reserve`: make room for the states of those among some parameters that live side by side, each with
         its layout, so that these live side by side too. Raises: StoreError when there is none."""
         runs: list[list[tuple[StoredTensor, StateLayout]]] = []
-        for parameter in chain.from_iterable(by_home(layouts)):
+        for parameter in chain.from_iterable(by_allocation(layouts)):
             one = parameter, layouts[parameter]
             if runs and _joins(*runs[-1][-1], *one):
                 runs[-1].append(one)

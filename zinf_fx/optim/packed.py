@@ -15,7 +15,7 @@ from zinf_fx.optim.companions import MASTER_UP, part_of
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.opened import OpenWindows, begin_update, end_update, store_weights, take_over_written, weights_of
 from zinf_fx.optim.recipe import Recipe, Update
-from zinf_fx.optim.states import by_home
+from zinf_fx.optim.states import by_allocation
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut
@@ -120,13 +120,13 @@ def packed(updates: Iterable[Update], elements: int) -> list[list[Update]]:
     """Updates in groups that can be updated together: of at most so many elements, each parameter charged as
     `chunks.cut` does. Groups and what is in them come in the order in which the tensors were made."""
     known = {update[1].parameter: update for update in updates}
-    homes = [[known[parameter] for parameter in several] for several in by_home(known)]
-    groups = [group for several in homes for group in _groups(several, elements)]
+    allocations = [[known[parameter] for parameter in several] for several in by_allocation(known)]
+    groups = [group for several in allocations for group in _groups(several, elements)]
     return sorted(groups, key=lambda group: group[0][1].parameter.storage.key)
 
 
 def _groups(updates: Sequence[Update], elements: int) -> Iterator[list[Update]]:
-    """Updates of one home: see `packed`."""
+    """Updates of one allocation: see `packed`."""
     together: list[Update] = []
     room = elements
     for update in updates:
@@ -166,7 +166,7 @@ class _Row:
     @property
     def holds_no_memory(self) -> bool:
         """Whether it is all the same to the memories how long this is there."""
-        return self._held.tier == "nvme" or self._held.home.is_lent
+        return self._held.tier == "nvme" or self._held.allocation.is_lent
 
     def open(self, place: Device, load: bool) -> Window | DeviceWindow:
         """A window with all of them."""

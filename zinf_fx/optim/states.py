@@ -13,9 +13,8 @@ from zinf_fx.optim.arithmetic import State, StateLayout
 from zinf_fx.optim.coded import decode_into, encode_into
 from zinf_fx.optim.companions import MASTER, MASTER_UP, companion_of, has_companion, kind_of, part_of
 from zinf_fx.optim.elements import copy_into
-from zinf_fx.plan.packs import spaced
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import local_part
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -185,14 +184,14 @@ class ParameterStates:
         return [tensor.storage.key for tensor in self.tensors.values()]
 
     @property
-    def homes(self) -> list[Home]:
+    def allocations(self) -> list[Allocation]:
         """Where the parameter and its states live."""
-        return [self.parameter.storage.bytes.home, *self._homes]
+        return [self.parameter.storage.bytes.allocation, *self._allocations]
 
     @cached_property
-    def _homes(self) -> list[Home]:
+    def _allocations(self) -> list[Allocation]:
         """Those of the states."""
-        return [tensor.storage.bytes.home for tensor in self.tensors.values()]
+        return [tensor.storage.bytes.allocation for tensor in self.tensors.values()]
 
     def flush(self) -> None:
         """Wait until the parameter and its states are in the store. Raises: StoreError."""
@@ -417,23 +416,22 @@ class ParameterStates:
         else:
             self.tensors[name] = tensor
         self._reserved = None
-        for known in ("masters", "rounded", "bytes_written", "_keys", "_homes", "_names"):
+        for known in ("masters", "rounded", "bytes_written", "_keys", "_allocations", "_names"):
             self.__dict__.pop(known, None)
         self._behind = None
 
 
-def by_home(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
+def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Parameters that live side by side together, and each such group, in the order in which they were made."""
-    homes: dict[Home, list[StoredTensor]] = {}
+    allocations: dict[Allocation, list[StoredTensor]] = {}
     for parameter in sorted(parameters, key=lambda one: one.storage.key):
-        homes.setdefault(parameter.storage.bytes.home, []).append(parameter)
-    return list(homes.values())
+        allocations.setdefault(parameter.storage.bytes.allocation, []).append(parameter)
+    return list(allocations.values())
 
 
 def follows(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether the first tensor lives right behind the second."""
-    distance = spaced(other.storage.share.held, other.dtype)
-    return not (one.views or other.views) and one.storage.bytes.follows(other.storage.bytes, distance)
+    return not (one.views or other.views) and one.storage.bytes.follows(other.storage.bytes)
 
 
 def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:

@@ -373,8 +373,8 @@ class StreamedStep:
 
     def _end(self) -> None:
         self._memory.drain()
-        for home in {home for batch in self._batches for home in batch.homes}:
-            home.settle(range(home.count))
+        for allocation in {allocation for batch in self._batches for allocation in batch.allocations}:
+            allocation.settle(range(allocation.count))
         with self._progress.changing():
             self._queue.close()
             self._queue.read_ahead(self._batches)

@@ -17,7 +17,7 @@ from zinf_fx.optim.packed import PackedStates, packed
 from zinf_fx.optim.recipe import Recipe, Update
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 Owner = ParameterStates | PackedStates
@@ -116,9 +116,9 @@ class UpdateBatch:
         return device if device.computes_apart else None
 
     @cached_property
-    def homes(self) -> set[Home]:
+    def allocations(self) -> set[Allocation]:
         """Where the parameters and their states live."""
-        return {home for states in self.states for home in states.homes}
+        return {allocation for states in self.states for allocation in states.allocations}
 
     @cached_property
     def in_shares(self) -> list[Update]:
@@ -159,7 +159,7 @@ def _let_go_of_bytes(batch: UpdateBatch | None) -> None:
     """A parameter's storage is gone. This batch does not come again: see `RecurringUpdates`."""
     if batch is not None:
         batch.bytes, batch._chunks = [], None
-        batch.__dict__.pop("homes", None)
+        batch.__dict__.pop("allocations", None)
 
 
 class RecurringUpdates:

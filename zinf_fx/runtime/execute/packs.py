@@ -13,7 +13,7 @@ class PackedTile(FlyingTile):
 
     def _fetch(self, pack: Pack, offset: int | None) -> None:
         self._refreshes = pack.begin_refresh(self._planned.label)
-        # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps its home alive.
+        # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps bytes alive.
         self._starts = [part.start * self._planned.dtype.itemsize for part in pack.parts]
         self._members = [(part.members, part.cut) for part in pack.parts]
         self._arena = pack.tiers.host

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import itemgetter
 
 import torch
@@ -65,19 +66,19 @@ class _Lent:
     them.
 
     Attributes:
-        spaces: those of gradients that live in one home.
+        spaces: those of gradients that live in one allocation.
     """
 
     def __init__(self, spaces: Sequence[TensorStorage]) -> None:
         self.spaces = spaces
-        self._home, self._dtype = spaces[0].bytes.home, spaces[0].dtype
+        self._allocation, self._dtype = spaces[0].bytes.allocation, spaces[0].dtype
         self._lease: weakref.ref[_Lease] | None = None
 
     def lend(self) -> _Lease:
         """For new gradients, what is to end with them."""
         lease = _Lease()
-        self._home.is_lent = True
-        self._home.vacate_with(lease)
+        self._allocation.is_lent = True
+        self._allocation.vacate_with(lease)
         self._lease = weakref.ref(lease)
         for space in self.spaces:
             space.lease = self._lease
@@ -86,7 +87,7 @@ class _Lent:
     def is_free_again(self, dtype: torch.dtype) -> bool:
         """Whether the memory that the last gradients had, of this dtype, is there for new ones; takes it, then."""
         gone = self._lease is not None and self._lease() is None
-        return gone and self._dtype == dtype and self._home.occupy()
+        return gone and self._dtype == dtype and self._allocation.occupy()
 
 
 class Beside:
@@ -137,7 +138,7 @@ def beside_of(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[t
         return known
     held, gradients = ([several[number] for number in pack.order] for several in ([s.bytes for s in spaces], gradients))
     starts = starts_of((gradient.numel() for gradient in gradients), held[0].dtype)
-    if not all(one.follows(held[0], start) for one, start in zip(held, starts, strict=False)):
+    if not all(second.follows(first) for first, second in pairwise(held)):
         return None
     beside = Beside(spaces, side_by_side(held), starts, gradients)
     if beside.lent is not None or beside.together.tier == "nvme":  # other memory goes with the gradients

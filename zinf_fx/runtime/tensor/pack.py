@@ -16,7 +16,7 @@ from zinf_fx.runtime.memory.cut import Cut
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.share import PackRefresh, Refresh
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
-from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, runs_of, side_by_side
 
 
 class PackPart(NamedTuple):
@@ -97,7 +97,7 @@ class Pack:
     @property
     def version(self) -> int:
         """How often anything was written where they live."""
-        return sum(part.bytes.home.version for part in self.parts)
+        return sum(part.bytes.allocation.version for part in self.parts)
 
     def in_its_place(self, planned: Tile) -> list[torch.Tensor]:
         """As that of a storage, of each member."""
@@ -135,21 +135,14 @@ def shard_starts(planned: Tile) -> list[int]:
 
 def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[PackPart]:
     """In the order in which the members live, which may be another one than that in the plan."""
-    homes = {home: number for number, home in enumerate(dict.fromkeys(one.home for one in held))}
-    order = sorted(range(len(held)), key=lambda number: (homes[held[number].home], held[number].first))
-    together: list[int] = []
-    start = count = 0
-    members: dict[int, range] = {}
-    for number in (*order, None):
-        if together and (number is None or not held[number].follows(held[together[0]], count)):
-            shapes = [planned.members[one].shape for one in members]
-            cut = Cut([slice(own.start, own.stop) for own in members.values()], shapes)
-            yield PackPart(side_by_side([held[one] for one in together]), start, members, cut)
-            together, members, start, count = [], {}, start + count, 0
-        if number is not None:
-            together.append(number)
-            members[number] = range(count, count + held[number].count)
-            count += spaced(held[number].count, planned.dtype)
+    start = 0
+    for run in runs_of(held):
+        together = side_by_side([held[number] for number in run])
+        begins = {number: held[number].first - together.first for number in run}
+        members = {number: range(begin, begin + held[number].count) for number, begin in begins.items()}
+        cut = Cut([slice(own.start, own.stop) for own in members.values()], [planned.members[n].shape for n in run])
+        yield PackPart(together, start, members, cut)
+        start += spaced(together.count, planned.dtype)
 
 
 _PACKS: weakref.WeakKeyDictionary[TensorStorage, list[Pack]] = weakref.WeakKeyDictionary()

@@ -17,7 +17,6 @@ from zinf_fx.compat.huggingface_hub import token_with_size
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.buffers import aligned_empty
@@ -25,8 +24,8 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.heap import pass_through
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.runtime.tensor.home import Home
 from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.spill import SMALLEST, spilled
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
@@ -80,18 +79,18 @@ class TensorStorage:
         ranks: Ranks = ALONE,
         partitioned: bool = False,
         shards: Shards | None = None,
-        at: tuple[Home, int] | None = None,
+        at: tuple[Allocation, int] | None = None,
     ) -> None:
         """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`. `shards`: how; default in one segment.
-        `at`: in a home that is there already, and the first element of it.
+        `at`: as which member of an allocation that is there already.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
         shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
         self._identify(tier, config, numel, dtype, device, Share(numel, ranks, partitioned, shards))
         self.tiers = tiers
-        home, first = at or (Home(tiers, tier, self.share.held, dtype, device), 0)
-        self.bytes = StoredBytes(home, first, self.share.held, (self.token,))
+        allocation, member = at or (Allocation(tiers, tier, [self.share.held], dtype, device), 0)
+        self.bytes = StoredBytes(allocation, range(member, member + 1), (self.token,))
 
     def _identify(
         self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device, share: Share
@@ -160,7 +159,7 @@ class TensorStorage:
     @property
     def version(self) -> int:
         """How often anything was written where it lives."""
-        return self.bytes.home.version
+        return self.bytes.allocation.version
 
     @property
     def placement(self) -> Placement:
@@ -170,7 +169,7 @@ class TensorStorage:
     @property
     def is_read_only(self) -> bool:
         """Whether the bytes are in a file of somebody else."""
-        return self.tiers is not None and self.bytes.home.is_read_only
+        return self.tiers is not None and self.bytes.allocation.is_read_only
 
     @property
     def in_place(self) -> bool:
@@ -233,33 +232,29 @@ class TensorStorage:
     def gradients_side_by_side(
         several: Sequence[TensorStorage], dtype: torch.dtype | None = None
     ) -> list[TensorStorage]:
-        """As `for_gradient`, of parameters of one model, in one home."""
+        """As `for_gradient`, of parameters of one model, in one allocation."""
         placement = several[0].placement
-        return _side_by_side(several, placement.gradients, dtype, placement.stage >= 2)
+        return _new_group(several, placement.gradients, dtype, placement.stage >= 2)
 
     @staticmethod
     def states_side_by_side(several: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
-        """As `for_state`, of parameters of one model, in one home."""
+        """As `for_state`, of parameters of one model, in one allocation."""
         placement = several[0].placement
-        return _side_by_side(several, placement.optimizer, dtype, placement.stage >= 1)
+        return _new_group(several, placement.optimizer, dtype, placement.stage >= 1)
 
     @staticmethod
     def companions_side_by_side(
         several: Sequence[TensorStorage], dtype: torch.dtype, elements: int
     ) -> list[TensorStorage]:
-        """As `for_companion`, of parameters of one model, in one home."""
+        """As `for_companion`, of parameters of one model, in one allocation."""
         placement = several[0].placement
         tier: Tier = "device" if placement.optimizer == "device" else "host"
         shards = [one.share.shards.in_blocks(elements) for one in several]
-        return _side_by_side(several, tier, dtype, placement.stage >= 1, shards)
+        return _new_group(several, tier, dtype, placement.stage >= 1, shards)
 
     def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
         """New, uninitialised storage for a tensor of as many elements."""
-        tiers, dtype, share = self.usable_tiers(), dtype or self.dtype, self.share
-        how = (self.device, share.ranks, partitioned, share.shards)
-        storage = TensorStorage(tiers, tier, self.config, self.numel, dtype, *how)
-        storage.share.part_of = share.part_of
-        return storage
+        return _new_group([self], tier, dtype, partitioned)[0]
 
     @held_back
     def value(self) -> torch.Tensor:
@@ -389,27 +384,25 @@ class TensorStorage:
         return self.numel
 
 
-def _side_by_side(
+def _new_group(
     several: Sequence[TensorStorage],
     tier: Tier,
     dtype: torch.dtype | None,
     partitioned: bool,
     shards: Sequence[Shards] | None = None,
 ) -> list[TensorStorage]:
-    """New, uninitialised storages for tensors divided by `shards`, in one home on `tier`; default as these are."""
+    """New, uninitialised storages in one allocation, for tensors divided by `shards`; default as these are."""
     first, dtype = several[0], dtype or several[0].dtype
+    tiers, device = first.usable_tiers(), first.device
     shards = shards or [one.share.shards for one in several]
-    whose = zip(several, shards, strict=True)
-    shares = [Share(each.numel, one.share.ranks, partitioned, each) for one, each in whose]
-    *starts, end = starts_of((share.held for share in shares), dtype)
-    home = Home(first.usable_tiers(), tier, end, dtype, first.device)
-    found = []
-    for one, share, start in zip(several, shares, starts, strict=True):
-        how = (one.config, share.shards.numel, dtype, home.device, share.ranks, partitioned, share.shards)
-        storage = TensorStorage(home.tiers, tier, *how, at=(home, start))
-        storage.share.part_of = one.share.part_of
-        found.append(storage)
-    return found
+    shares = [Share(own.numel, one.share.ranks, partitioned, own) for one, own in zip(several, shards, strict=True)]
+    allocation = Allocation(tiers, tier, [share.held for share in shares], dtype, device)
+    made = []
+    for member, (like, share) in enumerate(zip(several, shares, strict=True)):
+        how = (like.config, share.shards.numel, dtype, device, share.ranks, partitioned, share.shards)
+        made.append(storage := TensorStorage(tiers, tier, *how, at=(allocation, member)))
+        storage.share.part_of = like.share.part_of
+    return made
 
 
 @torch.library.impl(ops.gather.name(), "CompositeExplicitAutograd")

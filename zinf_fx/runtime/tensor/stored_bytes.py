@@ -12,13 +12,13 @@ from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.memory.mapped import mapped_empty
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.home import Home
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 from zinf_fx.sizes import PAGE
 
 
 class StoredBytes:
-    """Elements, flat, of one home, of which windows show parts in memory.
+    """Elements, flat, of one allocation, of which windows show parts in memory.
 
     Whoever looks at them asks `TensorStorage.settled`, unless nothing in the background can be about to change them.
 
@@ -26,24 +26,25 @@ class StoredBytes:
     writes to that tensor.
     """
 
-    def __init__(self, home: Home, first: int, count: int, tokens: tuple[torch.Tensor, ...]) -> None:
-        """So many elements of the home from `first` on."""
-        self.home, self.tokens = home, tokens
-        self.tiers, self.tier, self.device, self.dtype = home.tiers, home.tier, home.device, home.dtype
-        self.count = count
-        self.nbytes = count * home.dtype.itemsize
-        self._elements = range(first, first + count)
-        self._in_host = home.in_host(self._elements)
-        self.on_device = self._in_host if home.device.in_host_memory else home.on_device(self._elements)
+    def __init__(self, allocation: Allocation, members: range, tokens: tuple[torch.Tensor, ...]) -> None:
+        """Those of a run of members: see [Note: groups]."""
+        self.allocation, self.members, self.tokens = allocation, members, tokens
+        self.tiers, self.tier = allocation.tiers, allocation.tier
+        self.device, self.dtype = allocation.device, allocation.dtype
+        self._elements = allocation.elements_of(members)
+        self.count = len(self._elements)
+        self.nbytes = self.count * self.dtype.itemsize
+        self._in_host = allocation.in_host(self._elements)
+        self.on_device = self._in_host if allocation.device.in_host_memory else allocation.on_device(self._elements)
         self._ahead: dict[range, Window] = {}  # by their elements
 
-    def follows(self, other: StoredBytes, distance: int) -> bool:
-        """Whether these begin so many elements behind the begin of `other`, in the same home."""
-        return self.home is other.home and self._elements.start == other._elements.start + distance
+    def follows(self, other: StoredBytes) -> bool:
+        """Whether these are the next members of the same group."""
+        return self.allocation is other.allocation and self.members.start == other.members.stop
 
     @property
     def first(self) -> int:
-        """The first one's number in the home."""
+        """The first one's number in the allocation."""
         return self._elements.start
 
     @property
@@ -62,8 +63,8 @@ class StoredBytes:
         """All of them, if they live where `place` computes: nothing is under way to or from them then."""
         memory = self._in_host if place.in_host_memory else self.on_device
         if memory is not None:
-            self.home.settle(self._elements)
-            self.home.await_reads(self._elements)
+            self.allocation.settle(self._elements)
+            self.allocation.await_reads(self._elements)
         return memory
 
     @property
@@ -83,7 +84,7 @@ class StoredBytes:
         """
         first, end = self._range(start, count)
         if self._in_host is not None:
-            self.home.settle(range(first, end))
+            self.allocation.settle(range(first, end))
             begin = self._elements.start
             return Window(self, first, self._in_host[first - begin : end - begin], None, None)
         opened, closed = self._in_blocks(first, end)
@@ -91,7 +92,7 @@ class StoredBytes:
         return self._window_in(buffer, range(first, end), load)
 
     def _window_in(self, buffer: Buffer, elements: range, load: bool) -> Window:
-        """A window over elements of the home, in a buffer that has room for their blocks."""
+        """A window over elements of the allocation, in a buffer that has room for their blocks."""
         opened, closed = self._in_blocks(elements.start, elements.stop)
         shared = opened < elements.start or closed > elements.stop
         try:
@@ -124,7 +125,7 @@ class StoredBytes:
         """Open what the next `device_window` of these elements is, or passes through, in host memory; whoever asked for
         it drops it in the end. None where that would have to wait for something that is under way."""
         elements = range(*self._range(start, count))
-        if self.tier != "nvme" or elements in self._ahead or self.home.is_being_written(elements):
+        if self.tier != "nvme" or elements in self._ahead or self.allocation.is_being_written(elements):
             return None
         opened, closed = self._in_blocks(elements.start, elements.stop)
         buffer = self.tiers.lease_at_once((closed - opened) * self.dtype.itemsize, offset)
@@ -138,16 +139,16 @@ class StoredBytes:
         """Close what was opened ahead of these elements, if nobody has come for it."""
         window = self._ahead.pop(range(*self._range(start, count)), None)
         if window is not None:
-            self.home.unfollow(window)
+            self.allocation.unfollow(window)
             window.close()
 
     def _taken_ahead(self, elements: range) -> Window | None:
-        """What was opened ahead of these elements of the home, unless others are there by now."""
+        """What was opened ahead of these elements of the allocation, unless others are there by now."""
         window = self._ahead.get(elements)
         if window is None or not window.is_current:
             return None
         del self._ahead[elements]
-        self.home.unfollow(window)
+        self.allocation.unfollow(window)
         return window
 
     def copied(self, start: int, count: int) -> torch.Tensor:
@@ -167,11 +168,11 @@ class StoredBytes:
         return self._read(self._elements.start + start, memory, owner)
 
     def _read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
-        """As `read`, from an element of the home on."""
+        """As `read`, from an element of the allocation on."""
         if self.on_device is not None:
             start = first - self._elements.start
             return self.device.download(self.on_device[start : start + memory.numel()], memory)
-        return self.home.read(first, memory, owner)
+        return self.allocation.read(first, memory, owner)
 
     @held_back
     @torch.no_grad()
@@ -185,8 +186,8 @@ class StoredBytes:
                 self.on_device.view(value.shape).copy_(value)
             self.written()
         elif self._in_host is not None:
-            copy = self.device.download(value, self._in_host, after=self.home.before_change(self._elements))
-            self.home.changed_by(self._elements, copy)
+            copy = self.device.download(value, self._in_host, after=self.allocation.before_change(self._elements))
+            self.allocation.changed_by(self._elements, copy)
             self.written()
         else:
             window = self.window(load=False, offset=offset)
@@ -204,14 +205,14 @@ class StoredBytes:
 
     def written(self) -> None:
         """Count a write made to bytes in place or through a window."""
-        self.home.version += 1
+        self.allocation.version += 1
         torch.autograd.graph.increment_version(self.tokens)
 
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
-        """Start writing elements, from one of the home on, to where they live, once `after` is done; takes over their
-        memory, `buffer`."""
+        """Start writing elements, from one of the allocation on, to where they live, once `after` is done; takes over
+        their memory, `buffer`."""
         if self.on_device is None:
-            self.home.write(first, memory, buffer, after)
+            self.allocation.write(first, memory, buffer, after)
             return
         try:
             start = first - self._elements.start
@@ -225,16 +226,16 @@ class StoredBytes:
 
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
-        self.home.settle(self._elements)
+        self.allocation.settle(self._elements)
 
     def _in_blocks(self, first: int, end: int) -> tuple[int, int]:
-        """From which element of the home to which one the blocks reach that have those from `first` to `end`."""
+        """From which element of the allocation to which one the blocks reach that have those from `first` to `end`."""
         per_block = PAGE // self.dtype.itemsize if self.tier == "nvme" else 1
         opened = first // per_block * per_block
         return opened, min(-(-end // per_block) * per_block, self._elements.stop) if end > first else opened
 
     def _range(self, start: int, count: int | None) -> tuple[int, int]:
-        """The first element of the home, and the one behind the last, of `count` from `start` on."""
+        """The first element of the allocation, and the one behind the last, of `count` from `start` on."""
         count = self.count - start if count is None else count
         assert start >= 0 and count >= 0 and start + count <= self.count, (start, count, self.count)
         first = self._elements.start + start
@@ -243,15 +244,27 @@ class StoredBytes:
 
 def announce_writes(several: Sequence[StoredBytes]) -> None:
     """Count writes that work in the background will make. Followers will have them when they are looked at."""
-    followers = {home: home.present_followers() for home in {one.home for one in several}}
+    followers = {allocation: allocation.present_followers() for allocation in {one.allocation for one in several}}
     torch.autograd.graph.increment_version([token for one in several for token in one.tokens])
-    for home, present in followers.items():
-        home.version += 1
+    for allocation, present in followers.items():
+        allocation.version += 1
         for follower in present:
-            follower.version = home.version
+            follower.version = allocation.version
 
 
-def side_by_side(several: Sequence[StoredBytes]) -> StoredBytes:
-    """The bytes of tensors that live one behind the other, with what lies between them."""
-    first, last = several[0]._elements.start, several[-1]._elements.stop
-    return StoredBytes(several[0].home, first, last - first, tuple(token for one in several for token in one.tokens))
+def runs_of(several: Sequence[StoredBytes]) -> list[list[int]]:
+    """The numbers of those that live side by side, in the order in which they live there."""
+    groups = {group: number for number, group in enumerate(dict.fromkeys(one.allocation for one in several))}
+    runs: list[list[int]] = []
+    for number in sorted(range(len(several)), key=lambda n: (groups[several[n].allocation], several[n].members.start)):
+        if runs and several[number].follows(several[runs[-1][-1]]):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def side_by_side(run: Sequence[StoredBytes]) -> StoredBytes:
+    """The bytes of a run of members, in their order."""
+    members = range(run[0].members.start, run[-1].members.stop)
+    return StoredBytes(run[0].allocation, members, tuple(token for held in run for token in held.tokens))

@@ -17,13 +17,13 @@ from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.device import Device, Upload
 from zinf_fx.runtime.memory.device_arena import DeviceArena
 from zinf_fx.runtime.memory.leases import Buffer, JoinedTicket, Ticket
-from zinf_fx.runtime.tensor.home import Follower, Home, forget_what_is_done
+from zinf_fx.runtime.tensor.allocation import Allocation, Follower, forget_what_is_done
 
 
 class Owner(Protocol):
     """The bytes that a window shows a part of."""
 
-    home: Home
+    allocation: Allocation
 
     def write_back(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements to where they live, once `after` is done, and release the buffer in the end."""
@@ -73,18 +73,18 @@ class Window(_Lifecycle):
         ticket: Ticket | None,
         meant: slice = slice(None),
     ) -> None:
-        """`memory`: whole blocks, from element `start` of the home on; without a buffer, where the elements live.
+        """`memory`: whole blocks, from element `start` of the allocation on; without a buffer, where the elements live.
         `meant` are the elements asked for among them. `ticket`: of their read; None: there is nothing to read."""
         self.state = OPEN if ticket is None else READING
         self._storage: Owner | None = storage  # None: for reading alone
-        self._reads = storage.home.reads
+        self._reads = storage.allocation.reads
         self._start = start
         self._elements = range(start, start + memory.numel())
         self._memory, self._buffer, self._ticket = memory, buffer, ticket
         self._meant = meant
         self._reader: Ticket | None = None
         self._closing = RLock()  # held while a follower takes over elements, too
-        self.version: int | None = storage.home.version
+        self.version: int | None = storage.allocation.version
         """Of what lives there, when they were read or, for a follower, written; None after a failed write."""
 
     def read_only(self) -> Window:
@@ -95,7 +95,7 @@ class Window(_Lifecycle):
     def follow(self, storage: Owner) -> None:
         """From now on, take over what is written to the store: nothing to do where the elements live."""
         if self._buffer is not None:
-            storage.home.follow(self)
+            storage.allocation.follow(self)
 
     def take_over(self, start: int, written: torch.Tensor) -> None:
         """As a `Follower`."""
@@ -110,18 +110,18 @@ class Window(_Lifecycle):
 
     @property
     def first(self) -> int:
-        """The first of the elements asked for, in the home."""
+        """The first of the elements asked for, in the allocation."""
         return self._start + (self._meant.start or 0)
 
     @property
     def elements(self) -> range:
-        """Those of the home that are here: whole blocks."""
+        """Those of the allocation that are here: whole blocks."""
         return self._elements
 
     @property
     def is_current(self) -> bool:
         """Whether nothing was written to where they live since they were read."""
-        return self._buffer is None or self.version == self._storage.home.version
+        return self._buffer is None or self.version == self._storage.allocation.version
 
     @property
     def ready(self) -> bool:
@@ -132,7 +132,7 @@ class Window(_Lifecycle):
         """The elements, 1-D, once they are there; valid until `store` or `close`."""
         memory = self.arrived()
         if self._storage is not None and self._buffer is None:
-            self._storage.home.await_reads(self._elements)
+            self._storage.allocation.await_reads(self._elements)
         return memory
 
     def arrived(self) -> torch.Tensor:
@@ -161,12 +161,12 @@ class Window(_Lifecycle):
         if after is not None and after.done():
             after = None
         self.arrived()
-        followers = self._storage.home.present_followers()
+        followers = self._storage.allocation.present_followers()
         readers = self._hand_over(followers, after)
         self.become(STORED)
         if self._buffer is None:
             if after is not None:
-                self._storage.home.changed_by(self._elements, after)
+                self._storage.allocation.changed_by(self._elements, after)
         elif self._elements:
             before = readers if after is None else [after, *readers]
             self._storage.write_back(self._start, self._memory, self._buffer, JoinedTicket(before) if before else None)
@@ -174,7 +174,7 @@ class Window(_Lifecycle):
             self._buffer.release()
         self._storage.written()
         for follower in followers:
-            follower.version = self._storage.home.version
+            follower.version = self._storage.allocation.version
 
     def _hand_over(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
         """Let followers take over what is about to be written, once `after` is done. Returns what still reads it."""
@@ -224,7 +224,7 @@ class DeviceWindow(_Lifecycle):
         self._host, self._device, self._arena = host, device, arena
         self._count, self._dtype, self._load = count, dtype, load
         self._read_only = False
-        self._first = host.first  # of the elements, in the home
+        self._first = host.first  # of the elements, in the allocation
         self._taken_over: deque[Upload] = deque()  # what nobody has waited for yet
         self._closing = RLock()  # held while it takes over elements, too
         self._buffer: Buffer | None = None  # of the arena, if that has a place for them
@@ -256,11 +256,11 @@ class DeviceWindow(_Lifecycle):
 
     def follow(self, storage: Owner) -> None:
         """From now on, take over what is written to the store, or where the elements live in host memory."""
-        storage.home.follow(self)
+        storage.allocation.follow(self)
 
     @property
     def elements(self) -> range:
-        """Those of the home that are here."""
+        """Those of the allocation that are here."""
         return range(self._first, self._first + self._count)
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:

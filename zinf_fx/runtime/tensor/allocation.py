@@ -1,11 +1,11 @@
-"""Where the bytes of one stored tensor live, or of several side by side, and what is under way to and from them."""
+"""Memory or space of one tier that a group of stored tensors lives in, and what is under way to and from it."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, assert_never
 
@@ -14,6 +14,7 @@ import torch
 from zinf_fx.config import Tier
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.intervals import overlap
+from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
 from zinf_fx.runtime.finalizers import finalize
@@ -46,15 +47,15 @@ class Follower(Protocol):
 
     @property
     def elements(self) -> range:
-        """Which it has of the home."""
+        """Which it has of the allocation."""
 
     @property
     def is_over(self) -> bool:
         """Whether it was closed."""
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
-        """Have the elements from `start` of the home on that are about to be written. Returns what still reads them, if
-        anything."""
+        """Have the elements from `start` of the allocation on that are about to be written. Returns what still reads
+        them, if anything."""
 
 
 class Change(NamedTuple):
@@ -66,10 +67,19 @@ class Change(NamedTuple):
     source: torch.Tensor | None = None
 
 
-class Home:
-    """Where `count` elements live on one tier, until nobody has any of them.
+class Allocation:
+    """Where the tensors of a group live on one tier, until nobody has any of them.
+
+    [Note: groups]
+    The tensors in an allocation are a group: of one dtype, on one tier and device, in an order that never changes. Each
+    begins with a block of the store. Small parameters that are stored at once are such a group, and so are their
+    gradients and each of their states; whatever is alone is a group of one. A tensor that gets other bytes, because it
+    is converted, replaced or copied, is a member of another group from then on, and leaves a gap. So whether tensors
+    live side by side, and move in one transfer, is seen from their numbers: they are a run of members of one group.
 
     Attributes:
+        counts, starts: how many elements each member has, and where it begins.
+        count: of all elements, with what lies between members.
         in_store: the bytes on disk; None on other tiers.
         reads: the transfers under way from here.
         version: how often anything here was written.
@@ -80,19 +90,21 @@ class Home:
         self,
         tiers: Tiers,
         tier: Tier,
-        count: int,
+        counts: Sequence[int],
         dtype: torch.dtype,
         device: Device,
         in_file: FileExtent | None = None,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Reserve it; `in_file`: where the elements are already, to be read only; `on_device`: where they are already,
-        in memory that is to be this home's.
+        """Reserve it for members of so many elements each. `in_file`: where the elements are already, to be read only.
+        `on_device`: where they are already, in memory that is to be this allocation's.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
         self.tiers, self.tier, self.device = tiers, tier, device
-        self.count, self.dtype = count, dtype
+        self.counts, self.dtype = tuple(counts), dtype
+        self.starts = starts_of(self.counts, dtype)[:-1]
+        self.count = count = self.starts[-1] + self.counts[-1]
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.version = 0
         self.is_lent = False
@@ -143,6 +155,11 @@ class Home:
     def occupy(self) -> bool:
         """After `vacate_with`, have the same memory again, with undefined elements. Returns whether it was free."""
         return self._leased.take_again(self.tiers.host)
+
+    def elements_of(self, members: range) -> range:
+        """The elements of a run of members, with what lies between them."""
+        first, last = members[0], members[-1]
+        return range(self.starts[first], self.starts[last] + self.counts[last])
 
     def in_host(self, elements: range) -> torch.Tensor | None:
         """Some elements where the CPU can work on them, if they live there: see `_part`."""
@@ -280,7 +297,7 @@ class Home:
 
 
 class _Leased:
-    """The memory of a home in the host arena."""
+    """The memory of an allocation in the host arena."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer, self._is_there = buffer, True

@@ -107,12 +107,12 @@ def test_a_write_that_fails_is_told_to_who_reads_after_it(storage: TensorStorage
 
 
 def test_windows_follow_while_a_step_in_a_thread_looks_who_does(storage: TensorStorage) -> None:
-    home, windows, failures = storage.bytes.home, [], []
+    allocation, windows, failures = storage.bytes.allocation, [], []
 
     def look() -> None:
         try:
             while len(windows) < 2000:
-                home.present_followers()
+                allocation.present_followers()
         except RuntimeError as error:
             failures.append(error)
 
@@ -120,6 +120,6 @@ def test_windows_follow_while_a_step_in_a_thread_looks_who_does(storage: TensorS
     looking.start()
     for _ in range(2000):
         windows.append(Window(storage.bytes, 0, torch.empty(0), None, None).read_only())
-        home.follow(windows[-1])
+        allocation.follow(windows[-1])
     looking.join()
-    assert not failures and set(home.present_followers()) == set(windows)
+    assert not failures and set(allocation.present_followers()) == set(windows)
