@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from zinf_fx.optim import step
-from zinf_fx.optim.beside import Beside
+from zinf_fx.optim.threads import Beside
 from zinf_fx.plan import packs
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.runtime.disk.store import Store

@@ -13,10 +13,10 @@ WINDOW_ALIGNMENT = 4096
 byte offsets suit direct I/O for every dtype, and vectorised kernels cut a tensor where they would without windows."""
 
 BLOCK = 256
-"""Elements of an optimizer's state that share a scale, where it is kept in 8 bits: see `optim.blockwise`."""
+"""Elements of an optimizer's state that share a scale, where it is kept in 8 bits: see `optim.formats`."""
 
 BITS = 8
-"""In a byte: elements that share one, where a bit of each is kept (see `optim.split`)."""
+"""In a byte: elements that share one, where a bit of each is kept (see `optim.formats`)."""
 
 PIECE = 16 << 20
 """Bytes of a tensor that are in memory at a time, where it is moved piece by piece."""

@@ -21,9 +21,8 @@ from torch import nn
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
-from zinf_fx.optim.beside import Beside
-from zinf_fx.optim.chunk_memory import ChunkMemory
-from zinf_fx.optim.chunk_queue import ChunkQueue
+from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue
+from zinf_fx.optim.threads import Beside
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.execute.executor import EXECUTOR
 

@@ -14,9 +14,9 @@ import torch
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim import blockwise
-from zinf_fx.optim.blockwise import BLOCK, decode, encode
-from zinf_fx.optim.companions import companion_of
+from zinf_fx.optim import formats
+from zinf_fx.optim.formats import companion_of, decode, encode
+from zinf_fx.sizes import BLOCK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -51,7 +51,7 @@ DEFAULTS = {
 
 
 def test_the_maps_are_those_of_dynamic_quantisation() -> None:
-    signed, unsigned = blockwise._numbers(True), blockwise._numbers(False)
+    signed, unsigned = formats._numbers(True), formats._numbers(False)
     assert len(set(signed)) == len(set(unsigned)) == 256
     # As bitsandbytes.functional.create_dynamic_map has them.
     assert (signed[0], signed[127], signed[-2], signed[-1]) == pytest.approx((-0.99296875, 0, 0.99296875, 1))
@@ -68,7 +68,7 @@ def test_codes_are_the_nearest(name: str, count: int) -> None:
     codes, scales = coded(name, values)
     blocks = torch.nn.functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
     assert torch.equal(scales, blocks.abs().amax(-1))
-    table = torch.tensor(blockwise._numbers(name == "exp_avg"))
+    table = torch.tensor(formats._numbers(name == "exp_avg"))
     divided = values / scales.repeat_interleave(BLOCK)[:count]
     distances = (divided[:2000, None] - table).abs()
     assert torch.equal(distances.gather(1, codes[:2000, None].long())[:, 0], distances.amin(-1))
@@ -91,7 +91,7 @@ def test_zeros_stay_and_what_is_not_finite_makes_a_block_nan(name: str) -> None:
 def test_codes_do_not_depend_on_the_defaults_of_torch(name: str, default: Callable, request) -> None:
     values = torch.linspace(0, 1, 1000)
     expected = coded(name, values)
-    tables = blockwise._table, blockwise._bounds, blockwise._first
+    tables = formats._table, formats._bounds, formats._first
     for table in tables:
         table.cache_clear()
         request.addfinalizer(table.cache_clear)

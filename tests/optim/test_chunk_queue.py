@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from zinf_fx.optim.chunk import OpenChunk
 from zinf_fx.optim.chunk_queue import ChunkQueue
-from zinf_fx.optim.progress import Progress
+from zinf_fx.optim.partial_step import Progress
+from zinf_fx.optim.slices import OpenChunk
 
 
 class Watched(deque):

@@ -12,8 +12,7 @@ import torch
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import ConfigError, OptimizerError
-from zinf_fx.optim.companions import LOWER, MASTER, MASTER_UP, UPS
-from zinf_fx.optim.split import _join_anywhere, _split_anywhere, join, split
+from zinf_fx.optim.formats import LOWER, MASTER, MASTER_UP, UPS, _join_anywhere, _split_anywhere, join, split
 from zinf_fx.passes.ir.printer import tile_text
 
 WAYS = {"native": (split, join), "operations": (_split_anywhere, _join_anywhere)}

@@ -14,7 +14,8 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import step_without_hooks
-from zinf_fx.optim.whole import OpenWhole, whole_layout
+from zinf_fx.optim.layouts import whole_layout
+from zinf_fx.optim.slices import OpenWhole
 from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
 
 
@@ -339,7 +340,7 @@ def test_what_a_class_keeps_is_found_without_memory_where_that_can_be(twins, mon
         stepped.extend((p.device.type, p.numel()) for p in optimizer.param_groups[0]["params"])
         step_without_hooks(optimizer)
 
-    monkeypatch.setattr("zinf_fx.optim.arithmetic.step_without_hooks", noted)
+    monkeypatch.setattr("zinf_fx.optim.layouts.step_without_hooks", noted)
     streamed(kind)(twins(shapes=((600, 601),)).stored)
     assert {device for device, count in stepped if count == 600 * 601} == {"meta", place}
     if kind is not torch.optim.Adafactor:  # which keeps little

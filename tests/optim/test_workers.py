@@ -18,10 +18,12 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim import chunk_memory, chunk_update, workers
-from zinf_fx.optim.part import Begun, OpenPiece
+from zinf_fx.optim import chunk_queue
+from zinf_fx.optim import threads as workers
+from zinf_fx.optim import update as chunk_update
+from zinf_fx.optim.slices import Begun, OpenPiece
+from zinf_fx.optim.threads import at_the_same_time, lanes_for, serves
 from zinf_fx.optim.update_batch import UpdateBatch
-from zinf_fx.optim.workers import at_the_same_time, lanes_for, serves
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
@@ -41,7 +43,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """PyTorch has some threads, and pieces are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
-    for module, name in ((workers, "AT_A_TIME"), (workers, "LEAST"), (chunk_memory, "AT_A_TIME")):
+    for module, name in ((workers, "AT_A_TIME"), (workers, "LEAST"), (chunk_queue, "AT_A_TIME")):
         monkeypatch.setattr(module, name, WINDOW_ALIGNMENT)
     yield
     torch.set_num_threads(before)
@@ -139,19 +141,19 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
 def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for what is in other dtypes is for the pieces that were counted on when the step began."""
     expected = trained(tmp_path / "as many", "nvme", FORMS["8bit"])
-    plan, lease = chunk_memory.ChunkMemory.plan, chunk_memory.ChunkMemory._lease_scratch
+    plan, lease = chunk_queue.ChunkMemory.plan, chunk_queue.ChunkMemory._lease_scratch
 
-    def with_some(self: chunk_memory.ChunkMemory, batch: UpdateBatch) -> None:
+    def with_some(self: chunk_queue.ChunkMemory, batch: UpdateBatch) -> None:
         torch.set_num_threads(THREADS)
         plan(self, batch)
 
-    def with_more_behind_it(self: chunk_memory.ChunkMemory, place: Device) -> torch.Tensor:
+    def with_more_behind_it(self: chunk_queue.ChunkMemory, place: Device) -> torch.Tensor:
         scratch = lease(self, place)
         torch.set_num_threads(THREADS + 2)
         return scratch
 
-    monkeypatch.setattr(chunk_memory.ChunkMemory, "plan", with_some)
-    monkeypatch.setattr(chunk_memory.ChunkMemory, "_lease_scratch", with_more_behind_it)
+    monkeypatch.setattr(chunk_queue.ChunkMemory, "plan", with_some)
+    monkeypatch.setattr(chunk_queue.ChunkMemory, "_lease_scratch", with_more_behind_it)
     assert all(map(torch.equal, trained(tmp_path / "more", "nvme", FORMS["8bit"]), expected))
 
 

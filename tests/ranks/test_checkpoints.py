@@ -26,7 +26,7 @@ from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.save import save
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
-from zinf_fx.optim.split import join
+from zinf_fx.optim.formats import join
 
 Values = dict[str, tuple[str, bytes]]
 """The dtype and the bytes of tensors."""

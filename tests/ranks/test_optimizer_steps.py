@@ -14,7 +14,8 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.blockwise import BLOCK, decode, encode
+from zinf_fx.optim.formats import decode, encode
+from zinf_fx.sizes import BLOCK
 
 # Parameters are whole on every rank, which then have to agree, or are in shards.
 WHOLE_AND_SHARDED = ("zero-1", "infinity-nvme")

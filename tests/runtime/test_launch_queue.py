@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.optim.beside import Beside
+from zinf_fx.optim.threads import Beside
 from zinf_fx.plan.hardware import Hardware, Link, Memory, load
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import device

@@ -21,9 +21,9 @@ from zinf_fx.checkpoint.models import by_plain_name, plain_names, unwrapped
 from zinf_fx.checkpoint.values import decode, encode
 from zinf_fx.errors import CheckpointError, OptimizerError
 from zinf_fx.native.engine import crc32c_at
-from zinf_fx.optim.companions import Companion, companion_of, kind_of
+from zinf_fx.optim.formats import Companion, companion_of, kind_of
+from zinf_fx.optim.partial_step import TornStep
 from zinf_fx.optim.streamed import Streamed
-from zinf_fx.optim.torn import TornStep
 from zinf_fx.plan.codec import dtypes
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.accumulate import new_gradient

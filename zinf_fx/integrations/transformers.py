@@ -30,7 +30,7 @@ from zinf_fx.checkpoint.export import INDEX, WHOLE, export_safetensors
 from zinf_fx.checkpoint.weights import load_safetensors
 from zinf_fx.errors import ConfigError
 from zinf_fx.integrations.checkpoints import STATES, is_stored, load_beside_weights, save_beside_weights
-from zinf_fx.optim.forms import EIGHT_BITS, MasterDtype, StateDtype
+from zinf_fx.optim.formats import EIGHT_BITS, MasterDtype, StateDtype
 from zinf_fx.runtime.gradients.reduction import no_sync
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -18,10 +18,8 @@ import torch
 
 from zinf_fx import cuda
 from zinf_fx.native.engine import BLOCK, DEPTH
-from zinf_fx.optim.blockwise import decode, encode
-from zinf_fx.optim.companions import CODES, LOWER, SCALES, UPS
-from zinf_fx.optim.split import join, split
-from zinf_fx.optim.workers import at_the_same_time, lanes_for
+from zinf_fx.optim.formats import CODES, LOWER, SCALES, UPS, decode, encode, join, split
+from zinf_fx.optim.threads import at_the_same_time, lanes_for
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.plan.memory.accounting import AT_ONCE
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import torch
 
-import zinf_fx.optim.norms  # registers what clipping needs on many ranks
-import zinf_fx.optim.plain  # registers what plain torch.optim classes need
-import zinf_fx.optim.scaling  # noqa: F401  (registers what GradScaler and clipping need)
-from zinf_fx.optim.reserving import reserve_states
-from zinf_fx.optim.streamed import Streamed
-from zinf_fx.optim.torn import TornStep
+import zinf_fx.optim.gradients  # registers what GradScaler and clipping need
+import zinf_fx.optim.plain  # noqa: F401  (registers what plain torch.optim classes need)
+from zinf_fx.optim.partial_step import TornStep
+from zinf_fx.optim.streamed import Streamed, reserve_states
 
 __all__ = [
     "ASGD",

@@ -1,26 +1,24 @@
-"""PyTorch's own optimizers do the arithmetic: on flat pieces of parameters, and once on a few elements as a probe."""
+"""PyTorch's own optimizers do the arithmetic: a class is borrowed, with all that an optimizer has.
+
+An optimizer has options of its groups, and attributes, besides parameters and their states.
+
+Some classes change these at each step: a counter of steps in the group, a flag on the optimizer. What changes alike
+over any parameters is not a coupling of parameters: the step of a stand-in shows it. See `rehearsal`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Number
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
-from zinf_fx.adam import SPLIT, MasterForm, StateForm
-from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.companions import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
-from zinf_fx.optim.forms import EIGHT_BITS, KeptAs
-from zinf_fx.optim.moving import Kept, copied, differing
 
 # Attributes that no class of arithmetic changes in place, and that may have an entry for each parameter.
 _HANDED_ON = {"param_groups", "state", "defaults", "_state", "_groups"}
@@ -202,163 +200,84 @@ def states_of_zeros(
     return [inner.state[zero] for zero in zeros]
 
 
+# What torch.optim's classes note on themselves when they have looked at their parameters for the first time.
+_CHECKED_ONCE = {"_need_device_dtype_check_for_fused"}
+
+_NOT_KEPT = {"param_groups", "state", "defaults", *_CHECKED_ONCE}
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values; tensors, lists and dicts are copies, which nothing that works in place reaches."""
+    return {name: _copy(value) for name, value in values.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return copied(value)
+    return [*map(_copy, value)] if type(value) is list else value
+
+
 @dataclass(frozen=True)
-class StateLayout:
-    """What a class keeps for each parameter under the options of one group.
+class Kept:
+    """What an optimizer has at a moment, or what changed of it.
 
     Attributes:
-        tensors: names and dtypes of the states that are streamed.
-        scalars: names and dtypes of those that stay in memory, mostly one number for the whole parameter (None: no
-            tensor).
-        whole: whether the update of an element depends on others, so that a parameter is updated whole.
-        shapes: of the states that are tensors of another shape than the parameter's, where it is updated whole.
-        form: what element-wise states are kept in, where it isn't the class's own dtype.
-        splits: whether masters are split.
+        groups: options of each group, by name.
+        attributes: of the optimizer itself.
     """
 
-    tensors: Mapping[str, torch.dtype]
-    scalars: Mapping[str, torch.dtype | None]
-    whole: bool = False
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
-    form: StateForm | None = None
-    splits: bool = False
+    groups: list[dict[str, Any]]
+    attributes: dict[str, Any]
 
-    def stored_as(self, kept: KeptAs) -> StateLayout:
-        """The same, with floating-point element-wise states no wider than they are to be; of 8 bits, with scales."""
-        tensors, narrow = dict(self.tensors), kept.state_dtype
-        for name, dtype in self.tensors.items() if narrow is not None else ():
-            if narrow == EIGHT_BITS and dtype.is_floating_point:
-                tensors |= {name: CODES, companion_of(name): SCALES.dtype}
-            elif narrow != EIGHT_BITS and dtype.is_floating_point and dtype.itemsize > narrow.itemsize:
-                tensors[name] = narrow
-        form = str(narrow).removeprefix("torch.") if tensors != self.tensors else None
-        return StateLayout(MappingProxyType(tensors), self.scalars, form=form, splits=kept.splits)
+    @staticmethod
+    def of(optimizer: Optimizer) -> Kept:
+        """What `optimizer` has now."""
+        groups = [copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        return Kept(groups, copied({k: v for k, v in vars(optimizer).items() if k not in _NOT_KEPT}))
 
-    def of_master(self, own: torch.dtype, update: torch.dtype) -> dict[str, torch.dtype]:
-        """What is kept of the master of a parameter of dtype `own` that is updated in `update`, by name: nothing of one
-        that is its own."""
-        if own == update:
-            return {}
-        return {MASTER: LOWER, MASTER_UP: UPS.dtype} if self.splits else {MASTER: update}
+    def since(self, before: Kept) -> Kept:
+        """What is otherwise than `before`."""
+        groups = [_changed(mine, earlier) for mine, earlier in zip(self.groups, before.groups, strict=True)]
+        return Kept(groups, _changed(self.attributes, before.attributes))
 
-    def master_form(self, own: torch.dtype, update: torch.dtype) -> MasterForm | None:
-        """For plans, where it isn't the dtype of the update."""
-        return SPLIT if MASTER_UP in self.of_master(own, update) else None
+    @property
+    def options(self) -> set[str]:
+        """Names of all options."""
+        return {name for group in self.groups for name in group}
 
-    def zeros(self) -> State:
-        """Zeros for the states that stay in memory."""
-
-        def zero(name: str, dtype: torch.dtype | None) -> torch.Tensor | int:
-            return 0 if dtype is None else torch.zeros(self.shapes.get(name, ()), dtype=dtype, device="cpu")
-
-        return {name: zero(name, dtype) for name, dtype in self.scalars.items()}
+    def set_in(self, optimizer: Optimizer) -> None:
+        """Let an optimizer with these groups have what this has."""
+        for group, options in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(options)
+        vars(optimizer).update(self.attributes)
 
 
-def refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
-    """Why a class can't be streamed at all."""
-    return OptimizerError(
-        f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters: {reason}, and only optimizers that "
-        "treat each parameter by itself can be streamed; use one of zinf_fx.optim, or placement='device', where any "
-        "optimizer of PyTorch runs"
-    )
+def differing(moves: Iterable[Kept]) -> list[str]:
+    """Names of what steps over different parameters changed differently: it depends on the parameters."""
+    first, *others = moves
+    names: dict[str, None] = {}
+    for other in others:
+        for mine, theirs in zip((*first.groups, first.attributes), (*other.groups, other.attributes), strict=True):
+            names |= dict.fromkeys([*_changed(mine, theirs), *_changed(theirs, mine)])
+    return list(names)
 
 
-class NotElementwise(OptimizerError):
-    """Why an optimizer class can't be run on pieces of parameters."""
+def _changed(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in before or not same_value(v, before[k])}
 
 
-def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype) -> StateLayout:
-    """The layout of `kind`'s states, from three steps over a matrix of `dtype` and over the same matrix in two pieces.
-
-    Raises: NotElementwise when the pieces don't come out as the whole does.
-    """
-    # Classes may treat small matrices as if they were element-wise, and those that aren't of whole blocks.
-    rows, columns, steps = 256, 512, 3
-    elements = rows * columns
-    flat = torch.linspace(-1, 1, elements, dtype=dtype, device="cpu").exp()
-    whole = borrow_for_trial(optimizer, kind, group, [flat.view(rows, columns).clone()])
-    pieces = [borrow_for_trial(optimizer, kind, group, [piece.clone()]) for piece in flat.chunk(2)]
-    together = borrow_for_trial(optimizer, kind, group, [piece.clone() for piece in flat.chunk(2)])
-    try:
-        for step in range(steps):
-            gradient = torch.linspace(-1, 3, elements, dtype=dtype, device="cpu").roll(5 * step)
-            parts = gradient.chunk(2)
-            given = ((whole, [gradient]), (together, parts), *((inner, [part]) for inner, part in zip(pieces, parts)))  # noqa: B905
-            for inner, gradients in given:
-                for parameter, value in zip(inner.param_groups[0]["params"], gradients, strict=True):
-                    parameter.grad = value.clone().view(parameter.shape)
-            check_moves(step_of_each([inner for inner, _ in given]), NotElementwise)
-    except OptimizerError:
-        raise
-    except Exception as error:
-        raise NotElementwise(f"a step over a piece of a parameter failed ({type(error).__name__}: {error})") from error
-    return _compare(whole, pieces)
-
-
-def borrow_for_trial(
-    optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]
-) -> Optimizer:
-    """As `borrow`, to find out what the class does: a warm-up may start from a learning rate of 0, where every class
-    looks alike, and a class that trains and evaluates in modes of its own is to train."""
-    inner = borrow(optimizer, kind, group, parameters)
-    (options,) = inner.param_groups
-    if (lr := options.get("lr")) is not None:
-        options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
-    if callable(train := getattr(inner, "train", None)):
-        train()
-    return inner
-
-
-def step_of_each(inners: Sequence[Optimizer]) -> list[Kept]:
-    """Step each of some borrowed optimizers. Returns what that changed besides parameters and states."""
-    moves = []
-    for inner in inners:
-        before = Kept.of(inner)
-        step_without_hooks(inner)
-        moves.append(Kept.of(inner).since(before))
-    return moves
-
-
-def check_moves(moves: Sequence[Kept], refused: Callable[[str], OptimizerError]) -> None:
-    """Raises: what `refused` makes of the reason, where steps over different parameters changed different things
-    besides these parameters and their states: the optimizer that was borrowed would not know what to keep."""
-    if changed := differing(moves):
-        raise refused(f"it keeps state that depends on all parameters ({', '.join(changed)})")
-
-
-def _compare(whole: Optimizer, pieces: Sequence[Optimizer]) -> StateLayout:
-    (parameter,) = whole.param_groups[0]["params"]
-    parts = [inner.param_groups[0]["params"][0] for inner in pieces]
-    states = [inner.state[part] for inner, part in zip(pieces, parts, strict=True)]
-    for owner in whole.state:
-        if owner is not parameter:
-            raise NotElementwise(f"its state '{owner}' is of no parameter")
-    if not same_values(parameter, parts):
-        raise NotElementwise("its update of an element depends on other elements")
-    elementwise: dict[str, torch.dtype] = {}
-    scalars: dict[str, torch.dtype | None] = {}
-    for name, value in whole.state[parameter].items():
-        of_parts = [state.get(name) for state in states]
-        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise refusal(
-                type(whole),
-                f"its state '{name}' is a {type(value).__name__}, made of several tensors (zinf_fx.optim.AdamW(..., "
-                "state_dtype='8bit') keeps moments of a byte each)",
-            )
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-            if not all(isinstance(v, torch.Tensor) for v in of_parts) or not same_values(value, of_parts):
-                raise NotElementwise(f"its state '{name}' isn't the same for a part of a parameter")
-            elementwise[name] = value.dtype
-        elif isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            if not all(isinstance(v, (Number, torch.Tensor)) and math.isclose(v, value) for v in of_parts):
-                raise NotElementwise(f"its state '{name}' depends on all elements of a parameter")
-            scalars[name] = value.dtype if isinstance(value, torch.Tensor) else None
-        elif value is not None:
-            raise NotElementwise(f"its state '{name}' is neither a number nor of the parameter's shape")
-    return StateLayout(MappingProxyType(elementwise), MappingProxyType(scalars))
-
-
-def same_values(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
-    """Whether the elements of `parts`, in a row, are those of `whole`, but for rounding."""
-    together = torch.cat([part.flatten() for part in parts])
-    return together.numel() == whole.numel() and torch.allclose(whole.flatten(), together, rtol=1e-4, equal_nan=True)
+def same_value(one: object, other: object) -> bool:
+    """Whether two options or attributes are the same object, or equal: numbers, texts, tensors, collections of them."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_value(value, other[name]) for name, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return isinstance(one, (Number, str)) and (one == other or (one != one and other != other))

@@ -1,17 +1,254 @@
-"""The chunks of one step, from a parameter that came until its chunk is to be updated."""
+"""The chunks of one step, until they are to be updated, and the memory that they pass through.
+
+[Note: prefetched states]
+What the next step reads of states is read while graphs compute, where the plan has room for its chunks then.
+
+Masters and moments are final from the end of one step on, and gradients only when backward has ended. Where the disk
+is the limit, forward has most of the transfers of a step, because the optimizer's are among them, and backward leaves
+the disk idle.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
+import weakref
 from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 
-from zinf_fx.optim.chunk import OpenChunk
-from zinf_fx.optim.chunk_memory import ChunkMemory
-from zinf_fx.optim.progress import Progress
+from zinf_fx.errors import StoreError
+from zinf_fx.interrupts import finalizing, held_back
+from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
+from zinf_fx.optim.partial_step import Progress
+from zinf_fx.optim.slices import OpenChunk, Recipe
 from zinf_fx.optim.states import ParameterStates
-from zinf_fx.optim.states_ahead import StatesAhead
-from zinf_fx.optim.update_batch import Chunk, UpdateBatch
+from zinf_fx.optim.threads import lanes_for
+from zinf_fx.optim.update_batch import Bytes, Chunk, UpdateBatch
+from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.schedule import CHUNKS
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.recorder import RECORDER, STATES
+from zinf_fx.runtime.tensor.tiers import Tiers
+
+
+class ChunkMemory:
+    """How large chunks are, where each is opened, and which writes must end before.
+
+    Attributes:
+        tiers: those that the parameters live in.
+        elements: of a chunk; 0 until `plan`.
+        count: of the chunks that there may be at a time; CHUNKS until `plan`.
+        opened: how many chunks were.
+        behind: whether a chunk was updated since writes were waited for.
+    """
+
+    def __init__(self, stored: dict[torch.Tensor, ParameterStates]) -> None:
+        self.tiers: list[Tiers] = []
+        self.elements = self._chunk_written = self._chunk_bytes = self.opened = 0
+        self.behind, self.count = False, CHUNKS
+        self._stored = stored
+        self._lanes = 1, 0
+        self._scratch: dict[Device, torch.Tensor] = {}
+        self._close = ExitStack()
+
+    def plan(self, batch: UpdateBatch) -> None:
+        """Decide how large the chunks of `batch`, and of all that may come, are: as configured, unless other room is
+        planned."""
+        more = len(self._stored) > len(batch.parameters)
+        each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
+        self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
+        self.count = min(tiers.chunk_count for tiers in self.tiers)
+        self._lanes = lanes_for(self.elements)
+        self._chunk_written = self.elements * each.written
+        self._chunk_bytes = self.elements * each.opened
+
+    def open(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> OpenChunk:
+        """Open the next chunk, but for its gradients."""
+        converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
+        if converts and recipe.place not in self._scratch:
+            self._scratch[recipe.place] = self._lease_scratch(recipe.place)
+        with in_turn(self.tiers, self._next_part):
+            chunk = OpenChunk(recipe, pieces, self.opened)
+        self.opened += 1
+        return chunk
+
+    def open_gradients(self, chunk: OpenChunk) -> None:
+        """Open the gradients of a chunk, as far as an interrupt left that to be done."""
+        if chunk.lacks_gradients:  # else there is no room to be waited for
+            with in_turn(self.tiers, self._part(chunk.number)):
+                chunk.open_gradients()
+
+    def again(self) -> ChunkMemory:
+        """That of the next step, which has chunks of the same sizes."""
+        other = ChunkMemory(self._stored)
+        other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
+        other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
+        other._lanes = self._lanes
+        return other
+
+    @property
+    def _next_part(self) -> range:
+        """Of the room that is planned for chunks, what is the next one's."""
+        return self._part(self.opened)
+
+    def _part(self, number: int) -> range:
+        scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
+        return part_of(number, self._chunk_bytes, behind=scratch, count=self.count)
+
+    def _lease_scratch(self, place: Device) -> torch.Tensor:
+        """Memory for what chunks have in other dtypes than that of the update."""
+        states = self._stored.values()
+        lanes, piece = self.lanes_at(place)
+        count = max(lanes * piece, min(AT_A_TIME, self.elements))
+        shape = (max(each.scratch_rows for each in states), count, max(each.dtype.itemsize for each in states))
+        if place is not CPU:
+            return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
+        nbytes = math.prod(shape)
+        with self.tiers[0].stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
+            buffer = self.tiers[0].lease(nbytes)
+        self._close.callback(buffer.release)
+        return buffer.tensor(shape, torch.uint8)
+
+    def lanes_at(self, place: Device) -> tuple[int, int]:
+        """How many pieces of a chunk are updated there at the same time, and how many elements each has at most: as it
+        was when the sizes of chunks were decided."""
+        return self._lanes if place is CPU else (1, self.elements)
+
+    def scratch_at(self, place: Device) -> torch.Tensor | None:
+        """Memory for what chunks there have in other dtypes, if anything."""
+        return self._scratch.get(place)
+
+    @property
+    def writes_enough(self) -> bool:
+        """Whether the disk has writes to do for a while, so that the next chunk can wait until it is needed: what it
+        changes is read from memory until that is written."""
+        one = self._chunk_written
+        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(one) for tiers in self.tiers)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next chunk can be opened without waiting for writes."""
+        few = not self._is_limited or all(tiers.writes.at_most(self._chunk_written) for tiers in self.tiers)
+        return few and all(tiers.is_vacant(self._next_part) for tiers in self.tiers)
+
+    def wait_for_room(self) -> None:
+        """Wait until the writes before the last update's are done; of more chunks than CHUNKS, each waits for its part
+        alone, where it is opened."""
+        if self._is_limited:
+            for tiers in self.tiers:
+                tiers.limit_writes(self._chunk_written)
+            self.behind = False
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether a chunk waits for the writes of those before the last. More chunks than the least have room that is
+        planned for nothing else, and each waits for what is written from its part."""
+        return self.behind and self.count == CHUNKS
+
+    def drain(self) -> None:
+        """Wait for all writes. Raises: StoreError."""
+        for tiers in self.tiers:
+            tiers.drain()
+
+    def close(self, chunks: Collection[OpenChunk]) -> None:
+        """Close the chunks that are open, and give back what they had besides."""
+        with self._close:
+            self._scratch.clear()
+            for chunk in chunks:
+                self._close.callback(chunk.close)
+
+
+class StatesAhead:
+    """The first chunks of the step that is expected next, opened but for their gradients.
+
+    Whoever steps holds it; the tiers know it, and call `advance` between operators.
+
+    Attributes:
+        memory: what the chunks were opened in, for the step that takes them.
+    """
+
+    def __init__(self, batch: UpdateBatch, memory: ChunkMemory) -> None:
+        """`batch`: the updates of the last step, which may come again; `memory`: of the next."""
+        self.memory = memory
+        self._batch, self._chunks = batch, batch.chunks(memory.elements)
+        self._opened: deque[OpenChunk] = deque()
+        self._lock = threading.RLock()
+        self._opens = False
+        self._purpose = RECORDER.purpose("", STATES)
+        for tiers in memory.tiers:
+            tiers.ahead = self
+        self._finalizer = weakref.finalize(self, _drop, memory, self._opened)
+        self._finalizer.atexit = False
+
+    @staticmethod
+    def of(batches: list[UpdateBatch], memory: ChunkMemory) -> StatesAhead | None:
+        """Behind a step of these batches in `memory`; None where there is no room for its chunks all the time, or the
+        batch can't come again."""
+        if len(batches) != 1 or not batches[0].recurs or batches[0].is_first or memory.count == CHUNKS:
+            return None
+        return StatesAhead(batches[0], memory.again())
+
+    @held_back
+    def advance(self) -> None:
+        """Open another chunk, if the last one is read, but not all that there is room for: one part is for others."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            number, memory = len(self._opened), self.memory
+            if any(tiers.ahead is not self for tiers in memory.tiers):  # another thread has given it up, or taken it
+                return
+            if number == min(memory.count - 1, len(self._chunks)) or (number and not self._opened[-1].ready):
+                return
+            self._opens = True
+            with torch.inference_mode(False), torch.no_grad(), RECORDER.within(self._purpose):
+                if memory.has_room:
+                    self._opened.append(memory.open(*self._chunks[number]))
+        except StoreError:  # the step will find out
+            self._leave()
+            self._give_back()
+        finally:
+            self._opens = False
+            self._lock.release()
+
+    def take(self, batch: UpdateBatch) -> list[OpenChunk] | None:
+        """The chunks that are open, for a step of `batch`, and `memory` with them; None where there are none of it, or
+        not as they would be read now."""
+        with self._lock:
+            self._leave()
+            self._batch.recurs = batch is self._batch
+            if self._opened and self._batch.recurs and all(chunk.is_current for chunk in self._opened):
+                self._finalizer.detach()
+                return list(self._opened)
+            self._give_back()
+            return None
+
+    def close(self) -> bool:
+        """Give all memory back, because somebody else needs it. Returns whether there was any."""
+        with self._lock:
+            if self._opens:
+                return False
+            self._leave()
+            return self._give_back()
+
+    def _leave(self) -> None:
+        for tiers in self.memory.tiers:
+            if tiers.ahead is self:
+                tiers.ahead = None
+
+    def _give_back(self) -> bool:
+        any_there = bool(self._opened)
+        _drop(self.memory, self._opened)
+        return any_there
+
+
+@finalizing
+def _drop(memory: ChunkMemory, opened: deque[OpenChunk]) -> None:
+    if all(tiers.of_this_process for tiers in memory.tiers):
+        memory.close(opened)
+    opened.clear()
 
 
 class ChunkQueue:

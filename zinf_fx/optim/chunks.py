@@ -107,6 +107,7 @@ def part_of(number: int, nbytes: int, behind: int = 0, count: int = CHUNKS) -> r
 
 
 Chunk = TypeVar("Chunk")
+
 O = TypeVar("O", bound=Opened)  # noqa: E741
 
 

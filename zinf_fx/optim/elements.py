@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -115,3 +115,38 @@ def overwritten(target: StoredTensor, part: range) -> Iterator[torch.Tensor]:
         window.store()
     finally:
         window.close()
+
+
+W = TypeVar("W", bound=AnyWindow)
+
+
+class OpenWindows:
+    """The windows of one update: wait for their reads, and `close` in any case."""
+
+    def __init__(self) -> None:
+        self._windows: list[AnyWindow] = []
+        self._close = ExitStack()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `arrive` would return at once."""
+        return all(window.ready for window in self._windows)
+
+    @property
+    def shows_the_present(self) -> bool:
+        """Whether nothing was written to where they are from since they were opened."""
+        return all(window.is_current for window in self._windows)
+
+    def arrive(self) -> None:
+        """Wait for the reads, and change nothing."""
+        for window in self._windows:
+            window.arrived()
+
+    def close(self) -> None:
+        """Give back what was not stored."""
+        self._close.close()
+
+    def _keep(self, window: W) -> W:
+        self._close.callback(window.close)
+        self._windows.append(window)
+        return window

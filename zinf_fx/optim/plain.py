@@ -29,9 +29,9 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import sealed
 from zinf_fx.optim.arithmetic import Group
 from zinf_fx.optim.elements import fill
+from zinf_fx.optim.partial_step import TornStep
 from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
-from zinf_fx.optim.torn import TornStep
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor

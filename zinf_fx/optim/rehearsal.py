@@ -15,11 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.arithmetic import Group, borrow, step_without_hooks
-from zinf_fx.optim.moving import Kept, copied, same_value
+from zinf_fx.optim.arithmetic import Group, Kept, borrow, copied, same_value, step_without_hooks
 
 # Options for which only the type of a number counts: no arithmetic fails for some learning rates alone.
 _TYPE_COUNTS = {"lr", "initial_lr"}
+
 # Elements of a stand-in along each dimension, at most.
 _ELEMENTS = 3
 

@@ -14,23 +14,26 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
-from zinf_fx.optim.beside import Beside
-from zinf_fx.optim.chunk_memory import ChunkMemory
-from zinf_fx.optim.chunk_queue import ChunkQueue
-from zinf_fx.optim.chunk_update import ChunkUpdate
-from zinf_fx.optim.in_backward import bytes_in_memory
-from zinf_fx.optim.progress import Progress
-from zinf_fx.optim.resident import ResidentCall
-from zinf_fx.optim.states import ParameterStates, State
-from zinf_fx.optim.states_ahead import StatesAhead
-from zinf_fx.optim.torn import TornStep
+from zinf_fx.optim.arithmetic import State
+from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, StatesAhead
+from zinf_fx.optim.in_place import ResidentCall
+from zinf_fx.optim.partial_step import Progress, TornStep
+from zinf_fx.optim.states import ParameterStates
+from zinf_fx.optim.threads import Beside, serves
+from zinf_fx.optim.update import ChunkUpdate
 from zinf_fx.optim.update_batch import UpdateBatch
-from zinf_fx.optim.workers import serves
 from zinf_fx.runtime.memory.heap import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
 from zinf_fx.runtime.tensor.stored_bytes import announce_writes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import drain_after
+
+
+def bytes_in_memory(gradient: torch.Tensor) -> int:
+    """What a consumed gradient takes of host memory, or kept there as it was computed, until its update."""
+    if not isinstance(gradient, StoredTensor):
+        return gradient.nbytes
+    return gradient.storage.bytes.nbytes if gradient.storage.tier == "host" else 0
 
 
 class StreamedStep:

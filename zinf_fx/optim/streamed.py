@@ -16,23 +16,117 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
-from zinf_fx.optim.arithmetic import Group, StateLayout, as_groups, skips, step_groups, without_hooks
-from zinf_fx.optim.forms import KeptAs, MasterDtype, StateDtype
-from zinf_fx.optim.in_backward import GRADIENT_BUFFER, check_steps_in_backward, follow, gone, second_gradient
-from zinf_fx.optim.kept import KeptStates
-from zinf_fx.optim.layouts import GroupLayouts, Layouts
-from zinf_fx.optim.loading import taking_stored
-from zinf_fx.optim.recipe import Recipes, Update
+from zinf_fx.optim.arithmetic import Group, State, as_groups, skips, states_of_zeros, step_groups, without_hooks
+from zinf_fx.optim.formats import KeptAs, MasterDtype, StateDtype
+from zinf_fx.optim.in_place import ResidentCall, Residents
+from zinf_fx.optim.layouts import GroupLayouts, Layouts, StateLayout
+from zinf_fx.optim.partial_step import ReservedStates, TornStep, check_loaded
 from zinf_fx.optim.rehearsal import Rehearsal
-from zinf_fx.optim.resident import ResidentCall, Residents
-from zinf_fx.optim.states import State, check_gradient, fitting
+from zinf_fx.optim.slices import Recipes, Update
+from zinf_fx.optim.states import KeptStates, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
-from zinf_fx.optim.torn import ReservedStates, TornStep, check_loaded
 from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
+from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
+from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+
+# Of gradients that wait in memory for their update, as far as one is not larger.
+GRADIENT_BUFFER = 64 << 20
+
+_GONE = (
+    "the gradient of a parameter of shape {} was consumed by its update in backward (step_in_backward=True): it can't "
+    "be read, clipped, unscaled, or added to by a second backward pass; call optimizer.step() and zero_grad() after "
+    "each backward pass, or leave step_in_backward out"
+)
+
+
+def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
+    """From now on, `consumer` takes the parameter's gradient when it is whole.
+
+    Raises: OptimizerError when another living optimizer does.
+    """
+    state = parameter.storage.gradient
+    if state.consumer not in (None, consumer):
+        raise OptimizerError(
+            f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
+            "gradient can be consumed once; leave the option out of both"
+        )
+    if not state.followed:
+        parameter.expects_gradient = False  # it is told of what arrives from the next use on
+    state.consumer, state.backwards_due = consumer, 0
+
+
+def check_steps_in_backward(closure: object, scales: bool) -> None:
+    """Raises: OptimizerError when `step()` got what it would need before backward."""
+    refused = "a closure" if closure is not None else "a GradScaler" if scales else None
+    if refused is not None:
+        raise OptimizerError(
+            f"step() got {refused}, and step_in_backward=True updates parameters before it is called: leave the option "
+            "out"
+        )
+
+
+def second_gradient(parameter: StoredTensor) -> OptimizerError:
+    """What a parameter's second gradient before `step()` is refused with."""
+    return OptimizerError(
+        f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
+        "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave the "
+        "option out to accumulate gradients"
+    )
+
+
+def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
+    """What stands for a consumed gradient: any access to its values raises."""
+    storage = parameter.storage
+    why = _GONE.format(tuple(parameter.shape))
+    nothing = AbstractStorage(storage.placement.gradients, storage.config, storage.numel, gradient.dtype, why)
+    return StoredTensor.of(nothing, parameter.shape, parameter.device)
+
+
+Fitted = Callable[[State, Group, StoredTensor], State]
+"""An entry fitted to its parameter, under the options that were saved for its group."""
+
+
+@contextmanager
+def taking_stored(optimizer: Optimizer, fitted: Fitted) -> Iterator[dict[StoredTensor, State]]:
+    """A block in which a class of torch loads a state dict without what that has for stored parameters. That is in the
+    result when the block ends. Hooks that are to run when all is loaded don't run in it."""
+    entries: dict[StoredTensor, State] = {}
+
+    def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        rest, taken = _without_stored(state_dict, optimizer.param_groups, fitted)
+        entries.update(taken)
+        return rest
+
+    # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
+    handle = optimizer.register_load_state_dict_pre_hook(take_stored)
+    posts, optimizer._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks, {}
+    try:
+        yield entries
+    finally:
+        handle.remove()
+        optimizer._optimizer_load_state_dict_post_hooks = posts
+
+
+def _without_stored(
+    state_dict: dict[str, Any], groups: Sequence[Group], fitted: Fitted
+) -> tuple[dict[str, Any], dict[StoredTensor, State]]:
+    """`state_dict` without what it has for the stored parameters of an optimizer's `groups`, and that, `fitted` to each
+    parameter under the options that were saved for its group."""
+    entries: dict[StoredTensor, State] = {}
+    saved_groups, rest = [], dict(state_dict["state"])
+    for saved, mine in zip(state_dict["param_groups"], groups, strict=False):
+        if saved.get("fused") is None and "fused" in mine:  # what runs the arithmetic, not part of the state
+            saved = {**saved, "fused": mine["fused"]}
+        saved_groups.append(saved)
+        for key, parameter in zip(saved["params"], map(stored_parameter, mine["params"]), strict=False):
+            if parameter is not None and key in rest:
+                entries[parameter] = fitted(rest.pop(key), saved, parameter)
+    saved_groups += state_dict["param_groups"][len(saved_groups) :]
+    return {**state_dict, "state": rest, "param_groups": saved_groups}, entries
 
 
 class Streamed(Optimizer):
@@ -447,3 +541,39 @@ class Streamed(Optimizer):
         states.gradient = parameter.grad
         states.look_for_writes(present)
         return self._recipes.of(number, group, states, layout, present), states
+
+
+@torch._disable_dynamo
+@held_back
+def reserve_states(optimizer: Streamed) -> None:
+    """Have a new optimizer show its states, so that torch.distributed.checkpoint can load into them.
+
+    `get_state_dict` and `set_state_dict` of that library take a step with zeros for gradients, all in memory, where an
+    optimizer has no states. Call this before: no bytes are moved. The stored tensors in `state` have no values then,
+    and stepping and saving are refused until `load_state_dict`, which `set_state_dict` calls after `dcp.load`. Where
+    there are states, nothing is done.
+
+    Raises: OptimizerError for an optimizer that isn't of `zinf_fx.optim`, or after a torn step; StoreError where there
+    is no space.
+    """
+    if not isinstance(optimizer, Streamed):
+        raise OptimizerError(
+            f"reserving states of a {type(optimizer).__module__}.{type(optimizer).__qualname__} was refused: it makes "
+            "them by itself; use an optimizer of zinf_fx.optim"
+        )
+    if optimizer.torn is not None:
+        raise OptimizerError(str(optimizer.torn))
+    if optimizer.state:
+        return
+    found = {}
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        ordinary = [parameter for parameter in trained if stored_parameter(parameter) is None]
+        if ordinary:
+            made = states_of_zeros(optimizer, optimizer._arithmetic, group, ordinary)
+            found.update(zip(ordinary, made, strict=True))
+        for parameter in trained:
+            if (stored := stored_parameter(parameter)) is not None:
+                found[stored.whole] = optimizer.reserved(stored, group)
+    optimizer.state.update(found)
+    optimizer.torn = ReservedStates("states were reserved", (), (), ())

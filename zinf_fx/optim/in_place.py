@@ -1,7 +1,7 @@
 """What does not move costs nothing: where a parameter, its gradient and its states are in the memory of what updates
 them, the torch class steps them as they are.
 
-[Note: resident updates]
+[Note: in-place updates]
 The class gets plain tensors over the stored bytes, in the parameter's shape, and all parameters of a group in one call,
 as without zinf. These tensors serve from step to step, for as long as the optimizer shows the same states of the same
 parameter. Where it has an fp32 master, the class steps that with a copy of the gradient, and the parameter takes the
@@ -21,9 +21,9 @@ from operator import attrgetter
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, Lists, State, StateLayout, same_objects, step_together, values_of
-from zinf_fx.optim.companions import MASTER
-from zinf_fx.optim.layouts import GroupLayouts
+from zinf_fx.optim.arithmetic import Group, Lists, State, same_objects, step_together, values_of
+from zinf_fx.optim.formats import MASTER
+from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device

@@ -13,7 +13,7 @@ from twins import python_calls, python_calls_by_name
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.resident import ResidentCall
+from zinf_fx.optim.in_place import ResidentCall
 
 PLACED = ("device", "host")
 
@@ -181,7 +181,7 @@ def test_one_call_per_group_from_the_second_step_on(
 
 
 def test_temporary_tensors_of_a_class_are_bounded(twins, called, monkeypatch):
-    monkeypatch.setattr("zinf_fx.optim.resident.AT_A_TIME", 1000)
+    monkeypatch.setattr("zinf_fx.optim.in_place.AT_A_TIME", 1000)
     pair = twins("host", shapes=((400,), (400,), (400,), (1001,), (1000,)))
     optimizer, reference = optim.RMSprop(pair.stored), torch.optim.RMSprop(pair.masters)
     pair.train(optimizer, reference)
@@ -189,7 +189,7 @@ def test_temporary_tensors_of_a_class_are_bounded(twins, called, monkeypatch):
 
 
 def test_copies_of_gradients_are_bounded(twins, called, monkeypatch):
-    monkeypatch.setattr("zinf_fx.optim.resident.AT_A_TIME", 1000)
+    monkeypatch.setattr("zinf_fx.optim.in_place.AT_A_TIME", 1000)
     pair = twins("host", torch.bfloat16, shapes=((400,), (400,), (400,), (1001,), (1000,)))
     pair.train(optim.AdamW(pair.stored), torch.optim.AdamW(pair.masters, fused=True))
     assert called == [2, 1, 1] * 2

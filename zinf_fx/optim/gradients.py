@@ -1,0 +1,228 @@
+"""What is done to all gradients between backward and the step, chunk by chunk: norms, unscaling and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from types import NotImplementedType
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+
+from zinf_fx.interrupts import sealed
+from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead, part_of
+from zinf_fx.optim.elements import OpenWindows, current_chunks, open_elements, open_window
+from zinf_fx.plan.schedule import CHUNKS
+from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
+from zinf_fx.runtime.tensor.tiers import drain_after
+
+
+class OpenPieces(OpenWindows):
+    """Pieces of stored tensors with their windows open: wait for them, change them, `store`, `close`."""
+
+    def __init__(self, pieces: Iterable[Piece[StoredTensor]], place: Device) -> None:
+        """`place`: what computes."""
+        super().__init__()
+        try:
+            for piece in pieces:
+                self._keep(open_window(piece.owner.storage, place, piece.start, piece.count))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self) -> list[torch.Tensor]:
+        """The pieces, flat, once they are there."""
+        return [window.wait() for window in self._windows]
+
+    def store(self) -> None:
+        """Start writing back what was changed."""
+        for window in self._windows:
+            window.store()
+
+
+@sealed
+def update_in_chunks(
+    tensors: Sequence[StoredTensor], place: Device, update: Callable[[list[torch.Tensor]], None]
+) -> None:
+    """Call `update`, which changes each element by itself, with the flat pieces of each chunk of `tensors`, while the
+    next one is read and the one before written (ZeRO-Infinity, section 5.2.2). All is in the store at the end. `place`:
+    what computes.
+
+    Raises: StoreError; some elements are updated then, and others not.
+    """
+    tiers = list({id(tiers): tiers for tiers in (tensor.storage.usable_tiers() for tensor in tensors)}.values())
+    moved = (t.dtype.itemsize for t in tensors if not t.storage.bytes.in_host_memory)
+    bytes_per_element = max(moved, default=0)
+    elements = chunk_elements(min(tensor.storage.config.chunk for tensor in tensors), bytes_per_element, tiers)
+
+    nbytes = elements * bytes_per_element
+    # At the end of the room, whose beginning may have what is read for the step.
+    behind = max(min(each.chunk_room for each in tiers) - CHUNKS * nbytes, 0)
+
+    def open_pieces(numbered: tuple[int, tuple[Piece[StoredTensor], ...]]) -> OpenPieces:
+        number, pieces = numbered
+        with in_turn(tiers, part_of(number, nbytes, behind)):
+            return OpenPieces(pieces, place)
+
+    try:
+        shares = [(tensor, tensor.storage.share.current) for tensor in tensors]
+        with closing(opened_ahead(enumerate(cut(shares, elements)), open_pieces)) as opened:
+            for chunk in opened:
+                with closing(chunk):
+                    update(chunk.wait())
+                    chunk.store()
+                for each in tiers:
+                    each.limit_writes(nbytes)
+        for each in tiers:
+            each.drain()
+    except BaseException as error:
+        drain_after(error, tiers)
+        raise
+
+
+aten = torch.ops.aten
+
+
+def _vector_norm(
+    operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> NotImplementedType | torch.Tensor:
+    tensor, *rest = args
+    order, dims = (*rest, *(2.0, None)[len(rest) :])[:2]
+    if not _is_share(tensor) or dims is not None or len(rest) > 2 or kwargs.get("keepdim") or "out" in kwargs:
+        return NotImplemented
+    return _norms_of([tensor], float(order))[0].to(kwargs.get("dtype") or tensor.dtype)
+
+
+def _norms(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | list:
+    tensors, *rest = args
+    if not any(_is_share(tensor) for tensor in tensors) or len(rest) > 1:
+        return NotImplemented
+    order, dtype = float(rest[0] if rest else kwargs.get("ord", 2.0)), kwargs.get("dtype")
+    of_shares = iter(_norms_of([t for t in tensors if _is_share(t)], order))
+    return [
+        next(of_shares).to(dtype or t.dtype) if _is_share(t) else torch.linalg.vector_norm(t, order, dtype=dtype)
+        for t in tensors
+    ]
+
+
+def _is_share(tensor: object) -> bool:
+    """Whether this rank has the present values of some elements only."""
+    if not isinstance(tensor, StoredTensor) or tensor.views:
+        return False
+    return tensor.storage.share.in_shares
+
+
+def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
+    """The vector norms of all elements, on the tensors' device, in one collective for those of the same ranks."""
+    totals = torch.stack([_part_of_norm(tensor, order) for tensor in tensors]).to(tensors[0].device)
+    reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
+    for ranks in dict.fromkeys(tensor.storage.share.ranks for tensor in tensors):
+        theirs = [number for number, tensor in enumerate(tensors) if tensor.storage.share.ranks is ranks]
+        numbers = totals[theirs]
+        ranks.reduce_over_shards(numbers, "norms", reduce)
+        totals[theirs] = numbers
+    return list(totals ** (1 / order) if math.isfinite(order) and order else totals)
+
+
+def _part_of_norm(tensor: StoredTensor, order: float) -> torch.Tensor:
+    """What the elements that are here add to the norm before its root is taken, in the dtype in which sums of it are
+    exact enough."""
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    extreme = max if order == math.inf else min
+    nothing = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
+    total = torch.tensor(nothing, dtype=torch.float64, device="cpu")
+    for elements in current_chunks(tensor):
+        window = open_elements(tensor, CPU, elements.start, len(elements))
+        try:
+            part = torch.linalg.vector_norm(window.wait(), order, dtype=dtype).double()
+        finally:
+            window.close()
+        total = total + part ** (order or 1) if math.isfinite(order) else extreme(total, part)
+    return total
+
+
+handle(aten.linalg_vector_norm, _vector_norm)
+
+handle(aten._foreach_norm, _norms)
+
+aten = torch.ops.aten
+
+# They change every element by itself: GradScaler's unscaling and search for infinities, what clip_grad_norm_ and
+# clip_grad_value_ do in the end, on lists with `foreach=True` and otherwise on one gradient after the other, and what
+# torch.distributed.pipelining divides gradients by.
+_ON_LISTS = (
+    aten._amp_foreach_non_finite_check_and_unscale_,
+    aten._foreach_mul_,
+    aten._foreach_clamp_min_,
+    aten._foreach_clamp_max_,
+)
+
+_ON_ONE = (aten.mul_, aten.div_, aten.clamp_)
+
+
+def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | None:
+    """One of the operations on a list, where all else that it takes is the same for each tensor."""
+    tensors, *rest = args[0], *map(_number, args[1:])
+    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
+    if kwargs or not all(_is_number(value) for value in rest) or any(tensor.views for tensor in stored):
+        return NotImplemented
+    ordinary = [tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]
+    if ordinary:
+        operation(ordinary, *rest)
+    place = stored[0].storage.device  # that of the numbers, too
+    update_in_chunks(stored, place, lambda pieces: operation(pieces, *rest))
+    if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        _agree_on_infinities(stored, rest[0])
+    return None
+
+
+def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor) -> None:
+    """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
+    together = dict.fromkeys(gradient.storage.share.ranks for gradient in gradients)
+    for gradient in gradients:
+        together |= dict.fromkeys(
+            tensor_ranks(gradient.storage.config, group) for group in gradient.storage.share.part_of
+        )
+    for ranks in together:
+        ranks.reduce_over_all(found, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
+
+
+def _run_on_one(
+    operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> NotImplementedType | torch.Tensor:
+    """One of the operations on one tensor. (One without dimensions has other rules for the dtype of the result.)"""
+    tensor, *rest = args[0], *map(_number, args[1:])
+    stored = isinstance(tensor, StoredTensor) and not tensor.views and tensor.dim()
+    if kwargs or not stored or not all(_is_number(value) for value in rest):
+        return NotImplemented
+
+    def update(pieces: list[torch.Tensor]) -> None:
+        for piece in pieces:
+            operation(piece, *rest)
+
+    update_in_chunks([tensor], tensor.storage.device, update)
+    return tensor
+
+
+def _number(value: object) -> object:
+    """`value`; the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dim() <= 1 and not isinstance(value, StoredTensor)
+    return value is None or isinstance(value, (int, float))
+
+
+for _operation in _ON_LISTS:
+    handle(_operation, _run_on_list)
+
+for _operation in _ON_ONE:
+    handle(_operation, _run_on_one)
