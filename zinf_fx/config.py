@@ -144,7 +144,7 @@ class Options(TypedDict, total=False):
     checksum: bool
     strict_direct: bool
     process_group: torch.distributed.ProcessGroup | None
-    mesh: torch.distributed.DeviceMesh | None
+    mesh: torch.distributed.device_mesh.DeviceMesh | None
     partition: Partition
     gradient_reduction: Reduction
     reduce_dtype: torch.dtype | str | None
@@ -261,6 +261,17 @@ class StoreOptions:
     def stage(self) -> Stage:
         """The stage of ZeRO, which says what is partitioned."""
         return 3 if self.placement == "auto" else self.placement.stage
+
+    @property
+    def own_placement(self) -> Placement:
+        """The placement of one parameter, whose options these are: it is decided, and has no rules."""
+        assert isinstance(self.placement, Placement)
+        return self.placement
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether any model state may live there."""
+        return self.placement != "auto" and self.placement.on_nvme
 
     def frozen_dtype_of(self, name: str) -> FrozenDtype | None:
         """The format of a frozen matrix of this name. Raises: ConfigError where no pattern matches it."""
@@ -400,7 +411,7 @@ class Config(PlanOptions, StoreOptions):
             return "device"
         if self.activations not in ("offload", "auto") or placement.activations != "device":
             return placement.activations
-        return "nvme" if placement.on_nvme else "host"
+        return "nvme" if self.on_nvme else "host"
 
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, object]) -> Config:
@@ -453,7 +464,7 @@ def _check_ranks(group: object, mesh: object) -> None:
         return
     if group is not None:
         raise ConfigError("mesh and process_group both say which ranks train together: give one of them")
-    if not (available and isinstance(mesh, torch.distributed.DeviceMesh)):
+    if not (available and isinstance(mesh, torch.distributed.device_mesh.DeviceMesh)):
         raise ConfigError(f"mesh={mesh!r} is not a torch.distributed DeviceMesh: see init_device_mesh()")
     if mesh.ndim not in (1, 2):
         raise ConfigError(
@@ -480,7 +491,7 @@ def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | 
         value = (value,)
     if not (isinstance(value, (tuple, list)) and value and all(isinstance(one, (str, os.PathLike)) for one in value)):
         raise ConfigError(f"store={value!r} is not a path: give one directory on the NVMe file system, or several")
-    if not all(map(os.fspath, value)):
+    if not all(os.fspath(directory) for directory in value):
         raise ConfigError(
             f"store={list(map(str, value))} has an empty path: name each directory, such as '.' for this one"
         )
@@ -492,7 +503,7 @@ def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | 
         ) from error
     if len({*paths}) < len(paths):
         raise ConfigError(f"store={list(map(str, paths))} names a directory twice")
-    return paths if len(paths) > 1 else paths[0]
+    return paths[0] if len(paths) == 1 else paths
 
 
 def _parse_placement(value: object) -> Placement | PlacementRules | Literal["auto"]:

@@ -27,7 +27,7 @@ def no_search_for_cycles() -> Iterator[None]:
             gc.enable()
 
 
-@torch.compiler.disable  # which is called by eager code between two graphs
+@torch._disable_dynamo  # which is called by eager code between two graphs
 def collect_given_up_captures() -> None:
     """Collect cycles of references if Dynamo has tried to capture a frame since this was called last.
 

@@ -35,8 +35,8 @@ from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 try:  # CPython's own, without the functions around them that look for enumerations: ten times as fast
-    from _signal import getsignal as _get
-    from _signal import signal as _set
+    from _signal import getsignal as _get  # pyright: ignore[reportMissingImports]
+    from _signal import signal as _set  # pyright: ignore[reportMissingImports]
 except ImportError:
     from signal import getsignal as _get
     from signal import signal as _set
@@ -73,7 +73,7 @@ class _Held:
         self._handlers: dict[int, Handler] = {}  # of each signal, outside of the blocks; empty if no block is open
         self._came: dict[int, float] = {}  # those that are held back, and when the first of each came
         self.since: float | None = None
-        self.main = threading.main_thread().ident
+        self.main = threading.main_thread().ident or 0  # which only a thread that has not begun lacks
         self._forks = False
         self._take: Handler = self.take  # the same object each time
 

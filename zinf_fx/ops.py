@@ -118,7 +118,7 @@ EVENT = "zinf_event"
 for _op in (*LOWERED, random_state, set_random_state, snapshot):
     # FX removes a node without users unless it is known to have an effect. The users of a snapshot may all be in
     # backward, and the partitioner asks which nodes forward keeps.
-    torch.fx.node.has_side_effect(_op)
+    torch.fx.has_side_effect(_op)
 
 
 @torch.library.register_fake("zinf::gather", lib=_library)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from zinf_fx.arguments import did_you_mean, shortened
 from zinf_fx.errors import ConfigError
@@ -80,13 +80,15 @@ class PlacementRules:
 
     def tiers(self, state: str) -> Collection[Tier]:
         """The tiers on which this state of some parameter may live."""
-        rule = getattr(self, state)
-        tiers = [rule] if isinstance(rule, str) else TIERS if callable(rule) else [tier for _, tier in rule]
+        rule: Tier | Patterns | Chooser = getattr(self, state)
+        tiers: Collection[Tier] = (
+            [tier for _, tier in rule] if isinstance(rule, tuple) else TIERS if callable(rule) else [rule]
+        )
         return [*tiers, self.frozen] if state == "parameters" and self.frozen is not None else tiers
 
     def of(self, name: str, parameter: torch.Tensor) -> Placement:
         """The placement of one parameter. Raises: ConfigError where no pattern matches its name."""
-        chosen = {state: self._tier(state, name, parameter) for state in CHOSEN}
+        chosen: dict[str, Tier] = {state: self._tier(state, name, parameter) for state in CHOSEN}
         if self.frozen is not None and not parameter.requires_grad:
             chosen["parameters"] = self.frozen
         return Placement(**chosen, activations=self.activations, stage=self.stage)
@@ -116,11 +118,11 @@ class PlacementRules:
                 check_patterns(f"placement of {state}", rule, names)
 
     def _tier(self, state: str, name: str, parameter: torch.Tensor) -> Tier:
-        rule = getattr(self, state)
-        if isinstance(rule, str):
-            return rule
-        if not callable(rule):
+        rule: Tier | Patterns | Chooser = getattr(self, state)
+        if isinstance(rule, tuple):
             return first_match(f"placement of {state}", rule, name)
+        if not callable(rule):
+            return rule
         tier = rule(name, parameter)
         if tier not in TIERS:
             raise ConfigError(
@@ -149,13 +151,13 @@ def in_common(placements: Mapping[str, Placement]) -> Placement | PlacementRules
         others = ((glob.escape(name), tier) for name, tier in sorted(tiers.items()) if tier != common)
         return (*others, ("*", common))
 
-    return PlacementRules(*map(rule, CHOSEN), first.activations, first.stage)
+    return PlacementRules(rule("parameters"), rule("gradients"), rule("optimizer"), first.activations, first.stage)
 
 
 def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
     """A placement from a mapping of states to what is said of them. Raises: ConfigError."""
     states = {option.name: None for kind in (Placement, PlacementRules) for option in fields(kind)}
-    said: dict[str, object] = {}
+    said: dict[str, Any] = {}
     for state, given in value.items():
         if state not in states:
             meant = did_you_mean(state, states)
@@ -180,7 +182,7 @@ def parsed_placement(value: Mapping[str, object]) -> Placement | PlacementRules:
 
 def _parsed_rule(state: str, given: object) -> Patterns | Chooser:
     if callable(given):
-        return given
+        return cast("Chooser", given)  # what it gives is checked for each parameter
     wanted = (
         f"{', '.join(TIERS)}, a list of patterns with tiers such as [('*lora*', 'device'), ('*', 'nvme')], or a "
         "function of name and parameter"

@@ -91,7 +91,7 @@ class Format:
 
     def codes_nbytes(self, columns: int) -> int:
         """Bytes of the codes of a row, padded to whole scales, and where two share a byte to whole blocks."""
-        nbytes = columns if self.dtype is not None else self.blocks(columns) * self.block // 2
+        nbytes = columns if self.dtype is not None or self.block is None else self.blocks(columns) * self.block // 2
         return round_up(nbytes, self.scale.itemsize)
 
     def row_nbytes(self, columns: int) -> int:
@@ -291,6 +291,7 @@ def _dequantise(runs: torch.Tensor, values: torch.Tensor, kind: Format) -> None:
             scales = scales.repeat_interleave(kind.block, 1)[:, :columns]
         values.copy_(runs[:, :columns].view(kind.dtype).to(torch.float32).mul_(scales))
         return
+    assert kind.block is not None
     pairs = torch.nn.functional.embedding(runs[:, :codes_nbytes].to(torch.int32), _pairs(kind.name, runs.device))
     scaled = pairs.view(len(runs), -1, kind.block).mul_(scales.unsqueeze(-1)).view(len(runs), -1)
     values.copy_(scaled[:, :columns])

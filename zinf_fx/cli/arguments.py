@@ -29,7 +29,9 @@ class _Parser(argparse.ArgumentParser):
     """Asks, beside what it refuses, for what was meant, and refuses what it doesn't know itself, with the usage of the
     command."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (which has overloads)
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = re.findall(r"--[a-z-]+", self.format_help())

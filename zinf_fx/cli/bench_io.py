@@ -91,6 +91,7 @@ def _measure(directory: Path, nbytes: int, options: argparse.Namespace) -> tuple
             raise StoreError("measure", directory, "no provider works here")
         with Trial(directory, nbytes=nbytes) if fio_shapes else nullcontext() as trial:
             for shape in fio_shapes:
+                assert trial is not None
                 bar.set_description(str(shape))
                 with _left_out(bar, steps):
                     run_once = partial(fio.run, trial.path, shape=shape, nbytes=trial.nbytes)

@@ -73,7 +73,7 @@ def _verify(options: argparse.Namespace) -> int:
     damages: dict[str, list[str]] = {}
     for one in _checkpoints_in(options.directory):
         if one.manifest is None:
-            damages[str(one.path)] = [one.damage]
+            damages[str(one.path)] = [str(one.damage)]
             continue
         with _progress(one.manifest.nbytes, one.path, options) as bar:
             damages[str(one.path)] = damages_of(one.path, one.manifest, bar.update)
@@ -101,7 +101,7 @@ def _convert(options: argparse.Namespace) -> None:
         if options.format == "dcp":
             written = to_distributed(options.directory, manifest, parts, options.output, bar.update)
         else:
-            written = to_safetensors(options.directory, manifest, *parts, options.output, limit, bar.update)
+            written = to_safetensors(options.directory, manifest, parts[0], options.output, limit, bar.update)
     if options.json:
         print(json.dumps([str(path) for path in written], indent=1))
     for path in () if options.json else written:

@@ -19,7 +19,7 @@ from zinf_fx.plan.files.file import load_plan
 from zinf_fx.plan.hardware import Hardware
 
 
-def fields_of(options: argparse.Namespace) -> dict[str, object]:
+def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options of Config that were given. Raises: ConfigError."""
     given = {name: read(text) for name, read in _READ.items() if (text := getattr(options, name)) is not None}
     return given | ({"residency": False} if options.no_residency else {})

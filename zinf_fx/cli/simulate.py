@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from typing import Any
 
 from zinf_fx.cli.arguments import saving_of
 from zinf_fx.cli.machine import described
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     planned = plans_of_target(options, timed, machine)
     plan = planned.only("a simulation")
     hardware = machine().with_ranks(plan.world_size)
-    how = {"in_turn": options.no_overlap, "overlap": options.overlap}
+    how: dict[str, Any] = {"in_turn": options.no_overlap, "overlap": options.overlap}
     how |= {"accumulate": accumulate, "in_backward": options.in_backward}
     if batches is not None:
         plans = {batch: with_batch(plan, batch) for batch in batches}
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         text = json.dumps([{"batch": b} | _data(*p) for b, p in found.items()]) if options.json else _sweep_table(found)
         print(text if options.json else f"{_title(planned, plan, hardware, accumulate)}\n\n{text}")
         return
-    simulation = simulate_plan(plan, hardware, *planned.seconds, **how)
+    simulation = simulate_plan(plan, hardware, planned.seconds[0] if planned.seconds else None, **how)
     saves, fit = checkpoints(checkpoint_sizes(plan), hardware, **every), fit_of(plan, hardware)
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}

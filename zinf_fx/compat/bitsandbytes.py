@@ -22,11 +22,11 @@ _HAVE_CODES = {
 _LAYOUTS = {"support_avx512bf16_for_cpu"}
 
 
-def has_codes(parameter: object) -> TypeGuard[torch.nn.Parameter]:
+def has_codes(parameter: torch.Tensor | None) -> TypeGuard[torch.nn.Parameter]:
     """Whether this is a frozen parameter of bitsandbytes in memory, with codes."""
     kind = type(parameter)
     is_known = kind.__name__ in _HAVE_CODES and kind.__module__.startswith(_LIBRARY)
-    return is_known and not parameter.requires_grad and _HAVE_CODES[kind.__name__](parameter)
+    return is_known and parameter is not None and not parameter.requires_grad and _HAVE_CODES[kind.__name__](parameter)
 
 
 def attributes_of(parameter: torch.nn.Parameter) -> dict[str, Any]:

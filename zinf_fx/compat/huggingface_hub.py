@@ -20,9 +20,9 @@ def token_with_size(number: int, nbytes: int) -> torch.Tensor:
     nominal = NominalStorage(token.nbytes)
     nominal.stand_for(number, nbytes, token.data_ptr())
     token.untyped_storage = nominal.itself
-    token.nelement = nominal.nelement
+    token.nelement = nominal.nelement  # pyright: ignore[reportAttributeAccessIssue]
     token.__deepcopy__ = nominal.copy_of_token
-    token.__reduce_ex__ = nominal.reduce_token
+    token.__reduce_ex__ = nominal.reduce_token  # pyright: ignore[reportAttributeAccessIssue]
     return token
 
 

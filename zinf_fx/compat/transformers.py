@@ -111,7 +111,7 @@ class Converting(TorchFunctionMode):
             self._mapped.trim()
 
 
-def _is_plain(tensor: object, first: object) -> bool:
+def _is_plain(tensor: object, first: torch.Tensor) -> bool:
     """Whether this is an ordinary tensor with values on the CPU, of the dtype and dimensions of the first, that nobody
     differentiates."""
     return (

@@ -112,7 +112,7 @@ class Agreement:
         for node in graph.nodes:
             if is_collective(node):
                 self._collectives.setdefault(resolved(group_of(node)), []).append(f"{context.kind}: {node.target}")
-            elif node.target is ops.allgather and key_of(node).token in divided:
+            elif self.mesh is not None and node.target is ops.allgather and key_of(node).token in divided:
                 self._collectives.setdefault(self.mesh.get_group(), []).append(f"{context.kind}: activation")
 
     def compare(self) -> None:

@@ -186,7 +186,7 @@ def _compiled(parent: torch.nn.Module, name: str, module: torch.nn.Module | None
         parent.register_forward_hook(_first_called)
 
 
-def _about_to_be_called(start: str, optimized: torch.nn.Module, arguments: Any, keywords: Any) -> None:
+def _about_to_be_called(start: str, optimized: OptimizedModule, arguments: Any, keywords: Any) -> None:
     """Before the first call of a compiled model: check what no graph of it can tell, that rules of placement are for
     this model, and say which sizes are the batch's. `start`: the directory in which it was compiled.
 
@@ -226,7 +226,8 @@ def _backend_that_compiles() -> object:
     """What `torch.compile` made of the backend that Dynamo calls now; None: Dynamo calls none."""
     if TracingContext.try_get() is None:
         return None
-    return innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    return None if compiler is None else innermost_backend(compiler)
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:
@@ -235,7 +236,7 @@ def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> No
             del hooks[number]
 
 
-def _first_called(optimized: torch.nn.Module, arguments: Any, result: Any) -> None:
+def _first_called(optimized: OptimizedModule, arguments: Any, result: Any) -> None:
     if torch.compiler.is_compiling():  # as a part of another module, which has a first call of its own
         return
     _remove(optimized._forward_hooks, _first_called)
@@ -323,7 +324,7 @@ def _working_directory() -> str:
         return ""
 
 
-def _keep_absolute(backend: object, options: Mapping[str, object], start: str) -> dict[str, object]:
+def _keep_absolute(backend: Any, options: Mapping[str, object], start: str) -> dict[str, object]:
     """A copy of options in which all paths are absolute: see [Note: relative paths]. If `backend` is what
     `torch.compile` made of this one for these options, it gives that copy from now on.
 
@@ -341,8 +342,9 @@ def _keep_absolute(backend: object, options: Mapping[str, object], start: str) -
     def absolute(given: object) -> object:
         if isinstance(given, (list, tuple)):
             return [absolute(member) for member in given]
-        is_path = isinstance(given, (str, os.PathLike)) and os.fspath(given)  # an empty one is refused where it is read
-        return os.fspath(path_from(begin, given)) if is_path else given
+        if isinstance(given, (str, os.PathLike)) and os.fspath(given):  # an empty one is refused where it is read
+            return os.fspath(path_from(begin, given))
+        return given
 
     kept = {name: absolute(value) if name in _PATHS else value for name, value in options.items()}
     arguments = getattr(backend, "kwargs", {})
@@ -365,8 +367,9 @@ def _drop_implied_guards(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     def is_implied(guard: Guard) -> bool:
         source = guard.originating_source
-        is_token = isinstance(source, AttrSource) and source.member == "token"
-        return (is_token or isinstance(source, SubclassAttrListSource)) and source.base in stored
+        if isinstance(source, AttrSource):
+            return source.member == "token" and source.base in stored
+        return isinstance(source, SubclassAttrListSource) and source.base in stored
 
     if stored:
         guards = context.dynamo_guards
@@ -390,7 +393,7 @@ class _Refusal(BackendCompilerFailed):
     Dynamo keeps nothing of the attempt, and the next call compiles again.
     """
 
-    def remove_dynamo_frames(self) -> ZinfError:
+    def remove_dynamo_frames(self) -> Exception:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.inner_exception
 
 

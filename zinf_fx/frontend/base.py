@@ -62,7 +62,7 @@ def attach_base(
         Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]
     )
     configs = configs_of(config, parameters)
-    if elsewhere := {one.placement.parameters for one in configs.values()} - {"nvme"}:
+    if elsewhere := {one.own_placement.parameters for one in configs.values()} - {"nvme"}:
         there = ", ".join(map(repr, sorted(elsewhere)))
         raise ConfigError(
             f"attach_base() reads parameters from disk, and the placement has them on {there}: "
@@ -102,7 +102,7 @@ def _take_over(
         replace_in_place(parameter, twins.pop(id(parameter)))
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if (value := values.get(id(buffer))) is None:
+            if buffer is None or (value := values.get(id(buffer))) is None:
                 continue
             if buffer.is_meta or _is_expanded(buffer):
                 module._buffers[name] = value.to("cpu" if buffer.is_meta else buffer.device)
@@ -151,7 +151,7 @@ def _packed(
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     shards = shards_of(shape, dtype, ranks.shards, config, owners.next(shape.numel()))
     storage = TensorStorage(
-        tiers, "nvme", config, shape.numel(), dtype, device_of(device), ranks, config.placement.stage == 3, shards
+        tiers, "nvme", config, shape.numel(), dtype, device_of(device), ranks, config.stage == 3, shards
     )
     storage.label = f"parameter '{name}'"
     twin = as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
@@ -168,13 +168,13 @@ def _twin(
 ) -> StoredTensor:
     """The stored parameter that has the bytes at `place`. Raises: StoreError, ConfigError."""
     tiers = Tiers.of(config)
-    ranks, partitioned = Ranks.of(config), config.placement.stage == 3
+    ranks, partitioned = Ranks.of(config), config.stage == 3
     numel, dtype = place.kind.numel, place.kind.dtype
     shards = shards_of(place.shape, dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     first, count, held = 0, numel, numel
     if partitioned and ranks.shards > 1:
-        if len(shards.segments) > 1 or config.partition == "owner":
+        if len(shards.segments) != 1 or config.partition == "owner":
             raise ConfigError(
                 f"parameter '{name}' would be one rank's alone, or have several parts on each, and one part of it can "
                 "be read in place: give tile=None and partition='shards'"
@@ -193,12 +193,14 @@ def _twin(
     return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=place.quantised))
 
 
-def _values(buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile]) -> dict[int, torch.Tensor]:
+def _values(
+    buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile | Published]
+) -> dict[int, torch.Tensor]:
     """By the ids of buffers, of which some may be one object with several names, their values."""
     read: dict[int, torch.Tensor] = {}
     with WeightFiles() as files:
         for name, buffer in buffers.items():
-            if place := found.get(name):
+            if isinstance(place := found.get(name), TensorInFile):
                 content = files.read(place, 0, place.kind.nbytes)
                 read[id(buffer)] = content.view(place.kind.dtype).view(place.shape)
     return read

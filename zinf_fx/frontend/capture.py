@@ -43,7 +43,7 @@ from zinf_fx.machine.rates import measured
 from zinf_fx.passes.activations.replication import mark_equal
 from zinf_fx.passes.following import follow_inference, follow_training
 from zinf_fx.passes.ir.fingerprint import fingerprint_of
-from zinf_fx.passes.ir.framework import GraphContext, is_compute, operator_of
+from zinf_fx.passes.ir.framework import GraphContext, is_compute, operand, operator_of
 from zinf_fx.passes.ir.rewriting import copied, copied_module
 from zinf_fx.passes.lowering.compute_regions import FormRegions, Region
 from zinf_fx.passes.lowering.offload_gradients import gradients_left_alone
@@ -105,10 +105,11 @@ class Capture:
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
         # A plan that is given is for the sizes of one call, too.
         divides = replace(config, micro_batches="auto") if plans else config
+        assert decided.micro_batches != "auto"
         self._module, self._inputs = of_one_micro_batch(module, self._inputs, divides, decided.micro_batches)
         self.holds_sizes = self._module is not module
         self._together = Agreement(self.config, groups, self._inputs)
-        self._contexts: dict[str, GraphContext] = {}
+        self._contexts: dict[GraphKind, GraphContext] = {}
         self._gradients: Mapping[int, str] = {}  # of backward, by position: the token of each parameter
         self._rates = rates
         self._compiles = True
@@ -154,12 +155,12 @@ class Capture:
 
         def call(*arguments: Any) -> Any:
             nonlocal first
-            arguments = [one if type(one) is StoredTensor else local_input(one) for one in arguments]
+            inputs = [one if type(one) is StoredTensor else local_input(one) for one in arguments]
             if first:
-                self._reserve(arguments)
-                self._together.check_first(arguments)
+                self._reserve(inputs)
+                self._together.check_first(inputs)
                 first = False
-            stored = [argument for argument in arguments if isinstance(argument, StoredTensor)]
+            stored = [argument for argument in inputs if isinstance(argument, StoredTensor)]
             for argument in stored:
                 if not argument.expects_gradient:
                     argument.expect_gradient()
@@ -177,8 +178,8 @@ class Capture:
             return aot_module_simplified(
                 self._module,
                 traced(self._inputs),
-                fw_compiler=lambda module, inputs: self._bind(module, "forward"),
-                bw_compiler=lambda module, inputs: self._bind(module, "backward"),
+                fw_compiler=lambda gm, example_inputs: self._bind(gm, "forward"),
+                bw_compiler=lambda gm, example_inputs: self._bind(gm, "backward"),
                 inference_compiler=self._inference,
                 partition_fn=self._partition,
                 keep_inference_input_mutations=True,
@@ -204,9 +205,9 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return self._now_or_later(joint, partial(self._plan_graph, training=(joint_inputs, arguments)))
 
-    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._now_or_later(module, self._plan_graph)
-        return self._bind(module, "inference")
+    def _inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._now_or_later(gm, self._plan_graph)
+        return self._bind(gm, "inference")
 
     def _now_or_later(self, module: fx.GraphModule, plan: Callable[[fx.GraphModule, _Asked], Any]) -> Any:
         """Plan what was captured. Where plans are all that is wanted, keep it, and capture no further: what AOTAutograd
@@ -265,8 +266,8 @@ class Capture:
         graphs = [(module.graph, context) for module, context in planned]
         for graph, context in graphs:
             self._together.note_collectives(graph, context)
-        self._contexts = {context.kind: context for _, context in graphs}
-        self.graphs = {context.kind: graph for graph, context in graphs}
+        self._contexts = {context.planned_kind: context for _, context in graphs}
+        self.graphs = {context.planned_kind: graph for graph, context in graphs}
         self.plan = replace(plan_of(graphs), fingerprint=fingerprint)
         seconds = time.perf_counter() - started
         log.debug("a graph of %d tiles was planned in %.1f s", len(tiles), seconds, extra={"planning_seconds": seconds})
@@ -297,7 +298,7 @@ class Capture:
     def _given_for(self, placeholder: fx.Node) -> object:
         """What the caller gives, of which AOTAutograd's input is a part; None: nothing."""
         origin = origin_of(placeholder.meta["desc"])
-        return None if origin is None else self._inputs[origin.index].given
+        return None if origin is None else self._inputs[origin.number].given
 
     def _measured(self) -> Rates:
         """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
@@ -310,7 +311,7 @@ class Capture:
         tier, there = config.activation_tier, all(directory.is_dir() for directory in config.stores)
         if tier == "nvme" and not there:
             return NOMINAL
-        uses_disk = tier == "nvme" or config.placement.on_nvme
+        uses_disk = tier == "nvme" or config.on_nvme
         stores = config.stores if there and uses_disk else ()
         return measured(stored.device, stored.dtype, tier, stores, self._together.groups.ranks)
 
@@ -345,7 +346,7 @@ class Capture:
         if self.config.compute != "inductor":
             return {kind: (graph, {}) for kind, graph in self.graphs.items()}
         self._check_can_compile()
-        copies = {kind: copied(graph) for kind, graph in self.graphs.items()}
+        copies: dict[GraphKind, fx.Graph] = {kind: copied(graph) for kind, graph in self.graphs.items()}
         return {kind: (graph, self._regions(graph, self._contexts[kind])) for kind, graph in copies.items()}
 
     def _check_can_compile(self) -> None:
@@ -355,7 +356,8 @@ class Capture:
         """Put the operations of a planned graph into regions. By the names of the nodes that stand for these, what
         computes them."""
         run_passes(graph, context, [FormRegions()])
-        labels = [operator.label for operator in self.plan.graph(context.kind).operators]
+        assert self.plan is not None
+        labels = [operator.label for operator in self.plan.graph(context.planned_kind).operators]
         regions = [node for node in graph.nodes if isinstance(node.target, Region)]
         where = {node: f"operator {(n := operator_of(node))} of {context.kind} ({labels[n]})" for node in regions}
         return {node.name: compiled_region(node.target.module, node.target.text, where[node]) for node in regions}
@@ -368,10 +370,11 @@ class Capture:
         operators = {node.name: operator_of(node) for node in module.graph.nodes if is_compute(node)}
         gradients = self._gradients if kind == "backward" else {}
         ranks = self._together.tensor_ranks
+        assert self.plan is not None
         program = Program(module, self.plan, kind, tokens, operators, ranks, left_alone, regions, gradients)
 
         # A caller that compiles its whole training step must not trace into the runtime.
-        run = torch.compiler.disable(lambda arguments: program(arguments))
+        run: Any = torch.compiler.disable(lambda arguments: program(arguments))
         run._boxed_call = True  # AOTAutograd then passes a list that the program may empty
         return run
 
@@ -383,7 +386,7 @@ def noted_writes(graph: fx.Graph, groups: Groups) -> dict[str, int]:
     """
     counts: Counter[str] = Counter()
     for write in note_writes(graph):
-        token, value = write.args
+        token, value = operand(write), operand(write, 1)
         if groups.replicas * groups.shards > 1:
             raise StoredTensorError(
                 f"the compiled graph writes to a stored parameter ({line_of(value)}) that many ranks train together: "

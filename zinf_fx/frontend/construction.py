@@ -69,7 +69,7 @@ def offloading(config: Config | None = None, **options: Unpack[Options]) -> Iter
         register_module_parameter_registration_hook(construction.add_parameter),
         register_module_module_registration_hook(construction.add_module),
     ]
-    on_nvme = decided_config.placement.parameters == "nvme"
+    on_nvme = decided_config.own_placement.parameters == "nvme"
     try:
         with loading_in_turn(), Converting(construction.mapped) if on_nvme else nullcontext():
             yield
@@ -89,7 +89,7 @@ class _Construction:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tiers, self._owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
-        if config.placement.parameters == "nvme":
+        if config.own_placement.parameters == "nvme":
             _ = self._tiers.store  # a directory that can't be used shows before anything is built
         self.mapped = MappedFiles(_MAPPED_AT_ONCE, partial(memory_of_file, config.stores[0]))
         self._names = _Names()

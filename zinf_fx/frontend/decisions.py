@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -95,12 +95,14 @@ class Divisions:
         seen: Sequence[Any] | None = None,
     ) -> None:
         self._config, self._ranks, self._inputs = config, groups.ranks, list(inputs)
-        self._options: dict[int, tuple[OperatorGroup, ...]] = {config.micro_batches: (config.micro_batch_group,)}
+        self._options: dict[int, tuple[OperatorGroup, ...]]
         if config.micro_batches == "auto":
             found = graph_inputs(module, self._inputs, self._inputs if seen is None else seen)
             groupings = (1, "auto") if config.micro_batch_group == 1 else (config.micro_batch_group,)
             counts = counts_for(batch_size(module, found, config) or 1)
             self._options = {count: groupings if count > 1 else (1,) for count in counts}
+        else:
+            self._options = {config.micro_batches: (config.micro_batch_group,)}
         self.decides = len(self._options) > 1
         self._capture = partial(Capture, module, self._inputs, config, rates=rates, groups=groups, seen=seen)
         self._captures: dict[int, Capture | ConfigError] = {}
@@ -132,7 +134,9 @@ class Divisions:
 
         @cache
         def plan_with(count: int, group: OperatorGroup) -> Plan:
-            return self._captured(count).planned(**asked, micro_batch_group=group)
+            plan = self._captured(count).planned(**asked, micro_batch_group=group)
+            assert plan is not None
+            return plan
 
         self._check_any()
         if hardware is None:
@@ -174,14 +178,14 @@ def decided_division(
     config: Config,
     groups: Groups | None = None,
     seen: Sequence[Any] | None = None,
-) -> Mapping[str, object]:
+) -> Mapping[str, Any]:
     """The options of how the batch of a graph is divided that is about to be compiled, decided for this machine where
     `config` leaves them to "auto"; else none. Ranks take what the first one finds.
 
     Raises: BudgetError when nothing fits; ConfigError where it can't be told what the batch is.
     """
 
-    def find() -> Mapping[str, object]:
+    def find() -> Mapping[str, Any]:
         divisions = Divisions(module, inputs, config, groups or ranks.groups, seen=seen)
         return divisions.planned().noted_division() if divisions.decides else _division(1, 1)
 
@@ -201,7 +205,7 @@ def decided_division(
     return _division(count, decided["micro_batch_group"] if count > 1 else 1)
 
 
-def _division(count: int, group: OperatorGroup) -> dict[str, object]:
+def _division(count: int | Literal["auto"], group: OperatorGroup) -> dict[str, Any]:
     return {"micro_batches": count, "micro_batch_group": group}
 
 
@@ -228,7 +232,7 @@ def decided_for(
         return [graph.planned(placement, hardware) for graph in graphs]
 
     def plans_with(placement: Placement | PlacementRules) -> list[Plan]:
-        return [graph.plan for graph in planned_with(placement) if graph.moves]
+        return [graph.plan for graph in planned_with(placement) if graph.plan is not None and graph.moves]
 
     sizes = sizes_of(here, config, groups, tables)
     decision = decide(plans_with, sizes, config, hardware, groups.ranks, len(here))

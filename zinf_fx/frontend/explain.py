@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, get_args
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.arguments import check_model, did_you_mean
 from zinf_fx.checkpoint.models import by_plain_name
-from zinf_fx.config import LARGEST, Config, shortened
+from zinf_fx.config import LARGEST, Config, Options, shortened
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError, ZinfError
 from zinf_fx.frontend.offload import decided
@@ -54,6 +54,15 @@ from zinf_fx.runtime.tensor.tensor_parallel import with_ranks
 if TYPE_CHECKING:
     from zinf_fx.frontend.decisions import Divisions, PlannedGraph
 
+F = TypeVar("F", bound=str)
+
+
+class PlanningOptions(Options, total=False):
+    """The options of `explain` and `export_plan`: see `plan_model`."""
+
+    state_dtype: torch.dtype | StateForm | None
+    master_dtype: torch.dtype | MasterForm | None
+
 
 def explain(
     model: torch.nn.Module,
@@ -61,7 +70,7 @@ def explain(
     config: Config | None = None,
     world_size: int = 1,
     replicas: int = 1,
-    **fields: object,
+    **fields: Unpack[PlanningOptions],
 ) -> str:
     """The plan of `model(*example_inputs)` as text: a table per graph, and a summary.
 
@@ -78,7 +87,7 @@ def export_plan(
     world_size: int = 1,
     replicas: int = 1,
     hardware: Hardware | None = None,
-    **fields: object,
+    **fields: Unpack[PlanningOptions],
 ) -> Plan:
     """The plan of `model(*example_inputs)` (a mapping: keyword arguments), to be saved and used elsewhere:
     `Plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
@@ -99,8 +108,9 @@ def export_plan(
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
     """
     check_model(model, "export_plan")
-    ranks = {"world_size": world_size, "replicas": replicas}
-    return plan_model(model, example_inputs, config, hardware=hardware, **ranks, **fields).only("a plan file")
+    return plan_model(model, example_inputs, config, world_size, replicas, hardware=hardware, **fields).only(
+        "a plan file"
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,7 @@ def plan_model(
     hardware: Hardware | None = None,
     state_dtype: torch.dtype | StateForm | None = None,
     master_dtype: torch.dtype | MasterForm | None = None,
-    **fields: object,
+    **fields: Unpack[Options],
 ) -> Planning:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
     is so within each of `replicas` groups, as with a two-dimensional mesh.
@@ -205,7 +215,7 @@ def plan_model(
     if hardware is not None:
         tier = "nvme" if decides else in_force.activation_tier
         rates = Rates.of(hardware, _dtype_of_most(model, hardware), tier)
-    groups = Groups.of(world_size, replicas, 3 if decides else in_force.placement.stage)
+    groups = Groups.of(world_size, replicas, 3 if decides else in_force.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
     twin = _twin_of(model, planner.config)
@@ -235,7 +245,12 @@ def plan_model(
             planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
     planned = [one for one in planned if one.moves]
     divisions = [one.division for one in planned if one.division is not None]
-    return Planning([one.plan for one in planned], decision, divisions, list(_timed(planned)) if timed else [])
+    return Planning(
+        [one.plan for one in planned if one.plan is not None],
+        decision,
+        divisions,
+        list(_timed(planned)) if timed else [],
+    )
 
 
 def _dtype_of_most(model: torch.nn.Module, hardware: Hardware) -> str:
@@ -253,6 +268,7 @@ def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
 
     timer = OperatorTimer()
     for one in planned:
+        assert one.plan is not None
         taken = {kind: timer.operators(graph, regions) for kind, (graph, regions) in one.runnable().items()}
         yield {
             (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
@@ -338,7 +354,7 @@ class _Planner:
         to be told from other sizes.
         """
         call = FunctionType(_call.__code__.replace(), _call.__globals__)
-        isolation = {"isolate_recompiles": True} if CAN_ISOLATE else {}
+        isolation: dict[str, Any] = {"isolate_recompiles": True} if CAN_ISOLATE else {}
         return torch.compile(call, backend=self, dynamic=self.config.micro_batches != 1, **isolation)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -352,11 +368,12 @@ class _Planner:
         return lambda *arguments: tree_map_only(FunctionType, lambda make: make(), results)
 
 
-def _form(option: str, given: object, accepted: Sequence[str]) -> str | None:
+def _form(option: str, given: object, accepted: Sequence[F]) -> F | None:
     """What plans have for an option of optimizers. Raises: ConfigError."""
-    form = None if given is None else str(given).removeprefix("torch.")
-    if form not in (None, *accepted):
-        meant = did_you_mean(form, accepted)
+    text = str(given).removeprefix("torch.")
+    form = next((known for known in accepted if known == text), None)
+    if form is None and given is not None:
+        meant = did_you_mean(text, accepted)
         raise ConfigError(f"{option}={given!r} is not accepted; accepted: {', '.join(map(repr, accepted))}{meant}")
     return form
 

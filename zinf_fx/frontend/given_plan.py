@@ -66,6 +66,7 @@ def check_offloaded(plans: Sequence[Plan], stored: Mapping[str, StoredTensor]) -
     if not plans:
         return
     config = plans[0].config
+    assert config.placement != "auto"
     pairs = ((config.placement.of(name, one), one.base.config) for name, one in stored.items())
     for planned, own in dict.fromkeys(pairs):
         if differing := _first_difference(placed(config, planned), own, _OF_THE_OFFLOAD):
@@ -93,6 +94,7 @@ def plan_for(plans: Sequence[Plan], fingerprint: Fingerprint, kind: GraphKind, g
                 made_for = Groups(plan.replicas, plan.world_size // plan.replicas)
                 if made_for != groups:
                     raise PlanError(f"it was made for {made_for}, and here are {groups}")
+                assert plan.fingerprint is not None
                 check_same(plan.fingerprint, fingerprint)
             return plan
         except PlanError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from zinf_fx.frontend.parameters import (
     is_ordinary,
     placed,
 )
-from zinf_fx.passes.ir.framework import nodes_calling
+from zinf_fx.passes.ir.framework import nodes_calling, operand
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
@@ -81,10 +81,10 @@ def graph_inputs(module: fx.GraphModule, given: Sequence[Any], seen: Sequence[An
 
 
 class Origin(NamedTuple):
-    """Which input of Dynamo's graph a node of AOTAutograd's is, or is the gradient of: its index and, if AOTAutograd
+    """Which input of Dynamo's graph a node of AOTAutograd's is, or is the gradient of: its number and, if AOTAutograd
     took a tensor subclass apart, the way from there. AOTAutograd adds inputs of its own and puts them anywhere."""
 
-    index: int
+    number: int
     attributes: tuple[str, ...] = ()
 
 
@@ -92,7 +92,7 @@ def origin_of(descriptor: AOTInput | AOTOutput | None) -> Origin | None:
     """The origin that AOTAutograd's own description of an input or of a gradient names; None: there is none."""
     if isinstance(descriptor, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
         base = origin_of(descriptor.base)
-        return base and Origin(base.index, (*base.attributes, descriptor.attr))
+        return base and Origin(base.number, (*base.attributes, descriptor.attr))
     if isinstance(descriptor, GradAOTOutput):
         return origin_of(descriptor.grad_of)
     return Origin(descriptor.idx) if isinstance(descriptor, PlainAOTInput) else None
@@ -110,7 +110,7 @@ def roles_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[str, str]:
     origins = {node.name: origin_of(node.meta.get("desc")) for node in graph.find_nodes(op="placeholder")}
     roles = {name: "internal" for name, origin in origins.items() if origin is None}
     return roles | {
-        name: "buffer" for name, origin in origins.items() if origin and not inputs[origin.index].comes_with_call
+        name: "buffer" for name, origin in origins.items() if origin and not inputs[origin.number].comes_with_call
     }
 
 
@@ -137,7 +137,7 @@ def input_names(module: fx.GraphModule) -> list[str]:
     for node in module.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         name = source.name if source is not None else node.name
-        names.append(_qualified(name() if callable(name) else name))
+        names.append(_qualified(str(name() if callable(name) else name)))
     return names
 
 
@@ -210,7 +210,7 @@ def traced(inputs: Sequence[GraphInput]) -> list[Any]:
     mode = detect_fake_mode([graph_input.seen for graph_input in inputs])
     return [
         graph_input.taken
-        if graph_input.taken is graph_input.seen
+        if mode is None or graph_input.taken is graph_input.seen
         else mode.from_tensor(graph_input.taken, static_shapes=True)
         for graph_input in inputs
     ]
@@ -232,7 +232,7 @@ def tiles_of(
 ) -> tuple[dict[str, Tile], tuple[str, ...], dict[str, Hashable]]:
     """The tiles of a graph by the name of their token's placeholder; these names in the order in which the parameters
     were made; and by name, how each is treated: see `GraphContext`. `placement`: in the place of their own."""
-    gathered = {node.args[0].name for node in nodes_calling(graph, ops.gather, ops.write)}
+    gathered = {operand(node).name for node in nodes_calling(graph, ops.gather, ops.write)}
     tiles: dict[str, Tile] = {}
     keys: dict[str, int] = {}
     treatments: dict[str, Hashable] = {}
@@ -242,7 +242,8 @@ def tiles_of(
         if token.name not in gathered:
             continue
         origin = origin_of(token.meta["desc"].base)
-        tensor = inputs[origin.index].taken
+        assert origin is not None
+        tensor = inputs[origin.number].taken
         for attribute in origin.attributes:
             tensor = getattr(tensor, attribute)
         if not isinstance(tensor, StoredTensor):
@@ -251,8 +252,8 @@ def tiles_of(
         keys[token.name] = tensor.storage.key
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
-        name = inputs[origin.index].name
-        if not isinstance(inputs[origin.index].taken, (StoredTensor, DTensor)):  # several tensors make one parameter
+        name = inputs[origin.number].name
+        if not isinstance(inputs[origin.number].taken, (StoredTensor, DTensor)):  # several tensors make one parameter
             name = ".".join((name, *origin.attributes))
         asked = None if placement is None else placement.of(name, tensor)
         config = placed(base.config, asked)
@@ -266,13 +267,13 @@ def tiles_of(
             shape=tuple(base.shape),
             dtype=base.dtype,
             tier=base.tier if asked is None else asked.parameters,
-            gradient_tier=config.placement.gradients if moves else None,
-            state_tier=config.placement.optimizer if moves else None,
+            gradient_tier=config.own_placement.gradients if moves else None,
+            state_tier=config.own_placement.optimizer if moves else None,
             state_dtype=(tensor.storage.gradient.state_dtype or known.gradient.state_dtype) if moves else None,
             master_dtype=(tensor.storage.gradient.master_dtype or known.gradient.master_dtype) if moves else None,
             ranks=ranks,
             shard=shards.size if shards else 0,
-            partitioned=ranks > 1 and config.placement.stage == 3,
+            partitioned=ranks > 1 and config.stage == 3,
             replicas=groups.replicas,
             segment=shards.segment if shards and len(shards.segments) > 1 else 0,
             owned=ranks > 1 and owner is not None,
@@ -285,7 +286,7 @@ def _treated(config: Config) -> Hashable:
     return config.stage, config.gradient_reduction, config.reduce_dtype
 
 
-def gradient_positions(joint: fx.Graph, tiles: dict[str, Tile], num_fwd_outputs: int) -> dict[int, str]:
+def gradient_positions(joint: fx.Graph, tiles: Mapping[str, Tile], num_fwd_outputs: int) -> dict[int, str]:
     """Of a joint graph's gradients, by position, those of tiles that have a tier for them: the name of the tile's
     placeholder."""
     (output,) = joint.find_nodes(op="output")

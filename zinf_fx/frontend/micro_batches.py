@@ -121,7 +121,7 @@ class _Batch:
 
     symbol: sympy.Basic
     size: int
-    count: int
+    count: int | Literal["auto"]
     loss: str
 
     def dim_of(self, node: fx.Node, what: str) -> int | None:
@@ -175,12 +175,13 @@ class _Batch:
         size = _value(node)
         expression = _expression(size)
         if self.symbol not in expression.free_symbols:
-            return size_at_hand(size)
+            return _at_hand(size)
         if expression != self.symbol:
             raise ConfigError(
                 f"micro_batches={self.count}: the graph is called with the size {expression} of the batch size "
                 f"{self.symbol}, which a graph break makes of it: remove the break (TORCH_LOGS=graph_breaks shows it)"
             )
+        assert self.count != "auto"
         return self.size // self.count
 
 
@@ -212,7 +213,7 @@ def _batch_of(
             "before the first step, in the place of dynamic=True"
         )
     for node, one in found:
-        size = size_at_hand(_first(node))
+        size = _at_hand(_first(node))
         if count != "auto" and size % count:
             raise ConfigError(
                 f"micro_batches={count}: the batch is of size {size} ('{one.name}' is of shape "
@@ -284,7 +285,7 @@ def _is_divided(inputs: Sequence[GraphInput], config: Config) -> bool:
     return config.micro_batches != 1 and torch.is_grad_enabled() and trained
 
 
-def _value(node: fx.Node) -> object:
+def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
@@ -298,9 +299,16 @@ def _expression(size: object) -> sympy.Basic:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(0)
 
 
+def _at_hand(size: int | torch.SymInt) -> int:
+    """A size as it is in this call, in which all sizes of inputs are known."""
+    known = size_at_hand(size)
+    assert known is not None
+    return known
+
+
 def _known(size: int | torch.SymInt) -> tuple[int, sympy.Basic]:
     """A size as what it is compared by: of two that are equal by chance, Dynamo has different symbols."""
-    return size_at_hand(size), _expression(size)
+    return _at_hand(size), _expression(size)
 
 
 def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
@@ -313,8 +321,10 @@ def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
         or not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     ):
         return one
-    sizes, strides = ([size_at_hand(size) for size in each] for each in (value.shape, value.stride()))
-    with detect_fake_mode([value]):
+    sizes, strides = ([_at_hand(size) for size in each] for each in (value.shape, value.stride()))
+    mode = detect_fake_mode([value])
+    assert mode is not None
+    with mode:
         fixed = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     fixed.requires_grad_(value.requires_grad)
     return replace(one, given=fixed, taken=fixed, seen=fixed)

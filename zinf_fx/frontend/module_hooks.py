@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.nn.modules.module import (
@@ -97,10 +97,10 @@ def _writes(*parameters: StoredTensor) -> int:
 _SUCCESSORS: weakref.WeakKeyDictionary[TensorStorage, list[_Successor]] = weakref.WeakKeyDictionary()
 
 
-@register_module_parameter_registration_hook
+@register_module_parameter_registration_hook  # pyright: ignore[reportArgumentType]  (hooks may return a parameter)
 def _parameter_registered(
     module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
-) -> torch.nn.Parameter | None:
+) -> StoredTensor | None:
     """Returns what is to be registered in the place of `parameter`, if anything: see [Note: tied names]."""
     before = module._parameters.get(name)
     if not isinstance(before, StoredTensor) or parameter is before:
@@ -119,7 +119,7 @@ def _parameter_registered(
     return None
 
 
-def _is_strided(parameter: torch.nn.Parameter | None) -> bool:
+def _is_strided(parameter: torch.nn.Parameter | None) -> TypeGuard[torch.nn.Parameter]:
     """Whether this is a parameter, stored or ordinary, with elements in a memory."""
     if not isinstance(parameter, StoredTensor) and type(parameter) is not torch.nn.Parameter:
         return False
@@ -128,19 +128,20 @@ def _is_strided(parameter: torch.nn.Parameter | None) -> bool:
 
 def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -> StoredTensor | None:
     """The parameter that took the place of `before` under another name, if `parameter` is in the same memory."""
-    present = [place for place in _SUCCESSORS.get(before.storage, ()) if place.parameter is not None]
-    if not present or any(place.parameter is parameter for place in present):
+    successors = ((place, place.parameter) for place in _SUCCESSORS.get(before.storage, ()))
+    present = [(place, successor) for place, successor in successors if successor is not None]
+    if not present or any(successor is parameter for _, successor in present):
         return None
     same = (
         number
-        for number, place in enumerate(present)
-        if place.memory.is_that_of(parameter) and place.parameter.requires_grad == parameter.requires_grad
+        for number, (place, successor) in enumerate(present)
+        if place.memory.is_that_of(parameter) and successor.requires_grad == parameter.requires_grad
     )
     ranks = before.storage.share.ranks
     number = ranks.of_first(next(same, None), f"whether {what} is tied")
     if number is not None:
-        return present[number].parameter
-    other = next((place for place in present if place.came_with(before)), None)
+        return present[number][1]
+    other = next((place for place, _ in present if place.came_with(before)), None)
     if other is None:
         return None
     warnings.warn(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import TypeVar, Unpack, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.arguments import check_model
 from zinf_fx.checkpoint.copying import replace
@@ -117,7 +118,9 @@ def offload_parameters(
     forms = {name: form_of(parameter, configs[name], tables) for name, parameter in parameters.items()}
     tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
     twins = reserved_twins(parameters, forms, tiers, configs, owners)
-    to_disk = any(tensor.base.tier == "nvme" for twin in twins for tensor in (twin, twin.grad) if tensor is not None)
+    to_disk = any(
+        tensor.base.tier == "nvme" for twin in twins for tensor in (twin, twin.grad) if isinstance(tensor, StoredTensor)
+    )
     if to_disk:
         try:
             for parameter, twin in zip(parameters.values(), twins, strict=True):
@@ -150,7 +153,7 @@ def reserved_twins(
     for names in packs:
         dtype, device, config = forms[names[0]].dtype, device_of(parameters[names[0]].device), configs[names[0]]
         counts = [_held(forms[name], config, Ranks.of(config)) for name in names]
-        allocation = Allocation(tiers, config.placement.parameters, counts, dtype, device)
+        allocation = Allocation(tiers, config.own_placement.parameters, counts, dtype, device)
         allocations |= {name: (allocation, member) for member, name in enumerate(names)}
     twins = {
         name: _reserved_twin(parameter, forms[name], tiers, configs[name], owners, allocations.get(name))
@@ -163,7 +166,7 @@ def reserved_twins(
 
 def _held(form: Form, config: Config, ranks: Ranks) -> int:
     """How many elements of a parameter that no rank owns this rank is to hold."""
-    if config.placement.stage < 3:
+    if config.stage < 3:
         return form.numel
     return shards_of(form.shape, form.dtype, ranks.shards, config).held_by(ranks.shard)
 
@@ -178,26 +181,26 @@ def _reserved_twin(
 ) -> StoredTensor:
     """A stored parameter without a value yet, to take the place of `parameter`, or of the local tensor of a DTensor.
     `at`: where it is to live."""
-    placement, ranks = config.placement, Ranks.of(config)
+    placement, ranks = config.own_placement, Ranks.of(config)
     requires_grad, gradient, divided_over = parameter.requires_grad, parameter.grad, groups_of(parameter)
-    parameter = local_part(parameter)
-    form = form if form.quantised is not None else Form.of(parameter)
-    numel, dtype, device = form.numel, form.dtype, device_of(parameter.device)
+    part = local_part(parameter)
+    form = form if form.quantised is not None else Form.of(part)
+    numel, dtype, device = form.numel, form.dtype, device_of(part.device)
     shards = shards_of(form.shape, dtype, ranks.shards, config, owners.next(form.nbytes))
-    stays = form.quantised is None and config.placement.parameters == "device" and ranks.shards == 1
+    stays = form.quantised is None and placement.parameters == "device" and ranks.shards == 1
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
-        if at is None and stays and (memory := _memory_on_device(parameter)) is not None:
+        if at is None and stays and (memory := _memory_on_device(part)) is not None:
             at = Allocation(tiers, "device", [numel], dtype, device, on_device=memory), 0
         storage = TensorStorage(
             tiers, placement.parameters, config, numel, dtype, device, ranks, placement.stage == 3, shards, at
         )
         storage.share.part_of = divided_over
-        twin = StoredTensor.of(storage, parameter.shape, parameter.device, requires_grad, form.quantised)
+        twin = StoredTensor.of(storage, part.shape, part.device, requires_grad, form.quantised)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
             present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
             present.share.unreduced = ranks.size > 1
-            twin.grad = StoredTensor.of(present, parameter.shape, parameter.device)
+            twin.grad = StoredTensor.of(present, part.shape, part.device)
         return as_parameter(twin)
 
 
@@ -208,13 +211,17 @@ def _memory_on_device(parameter: torch.Tensor) -> torch.Tensor | None:
     if device_of(parameter.device).in_host_memory or not alone or parameter.is_inference() or _is_shared(parameter):
         return None
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # has a version counter of its own
-    return flat.set_(parameter.untyped_storage(), 0, (parameter.numel(),))
+    return flat.set_(parameter.untyped_storage(), 0, (parameter.numel(),), (1,))
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether somebody besides this object has a tensor's elements: another tensor, or a graph of autograd."""
     storage = tensor.untyped_storage()  # an object that has them, too
-    return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
+    return _use_count(tensor) > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    return tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stubs lack it)
 
 
 def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: MappedFiles | None = None) -> StoredTensor:
@@ -233,9 +240,11 @@ def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: Mapped
     if (quantised := twin.quantised) is not None:
         value = quantised_bytes(value, quantised.format)
     replace(twin.storage, value, after_piece=None if loaded is None else loaded.trim)
-    if twin.grad is not None:
-        gradient = parameter.grad
-        twin.grad.storage.set(placed_as(parameter, gradient) if isinstance(gradient, DTensor) else gradient)
+    gradient = parameter.grad
+    if isinstance(twin.grad, StoredTensor) and gradient is not None:
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = placed_as(parameter, gradient)
+        twin.grad.storage.set(gradient)
     return twin
 
 
@@ -255,15 +264,15 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
         leaf.grad = gradient
         leaf.expect_gradient()
         return
-    if parameter.requires_grad and parameter.is_leaf and parameter._use_count() > 1:
+    if parameter.requires_grad and parameter.is_leaf and _use_count(parameter) > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
-        accumulate.register_prehook(lambda gradients: add_gradient(parameter, gradients[0]))
+        accumulate.register_prehook(lambda gradients: add_gradient(cast("StoredTensor", parameter), gradients[0]))
     attributes = attributes_to_carry(parameter)
     take_implementation(parameter, twin)
     carry(parameter, attributes, of=parameter)
 
 
-def decided(config: Config, parameters: list[torch.Tensor] | None, tables: Collection[int] = ()) -> Config:
+def decided(config: Config, parameters: Sequence[torch.Tensor] | None, tables: Collection[int] = ()) -> Config:
     """`config` with its ranks, and its placement by the rule alone, decided from the parameters (all of them; None: not
     yet known). `tables`: ids of parameters that are not to be quantised. Ranks take what the first one finds.
 
@@ -322,6 +331,7 @@ class Subclasses:
         for attribute, part in made_of(tensor).items():
             part_name = f"{name}.{attribute}"
             inner[attribute] = self._of_parts(part_name, part) if made_of(part) else self.parts[part_name]
+        assert is_traceable_wrapper_subclass(tensor)
         context = tensor.__tensor_flatten__()[1]
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
@@ -331,5 +341,5 @@ def _replace_subclass(parameter: torch.Tensor, twin: torch.Tensor) -> None:
     """Give the object `parameter` the implementation and attributes of `twin`, of its own class: as `replace_in_place`,
     where weak references exist."""
     torch._C._swap_tensor_impl(parameter, twin)
-    parameter.__dict__.update(twin.__dict__)
+    vars(parameter).update(vars(twin))
     parameter._is_param = True

@@ -58,7 +58,7 @@ def _together(several: Iterable[Candidate[K]]) -> list[list[K]]:
     for one, config, dtype, device, shards, trained, kind in several:
         copied = has_own_memory(device.type)
         limit = pack_limit(config, copied=copied) if config.partition != "owner" else None
-        if limit is not None and len(shards.segments) == 1 and state_moves(config.placement, device.type, trained):
+        if limit is not None and len(shards.segments) == 1 and state_moves(config.own_placement, device.type, trained):
             alike = (dtype, device, config.placement, trained, kind)
             by_limit[limit].append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
     return [pack for limit, found in by_limit.items() for pack in in_packs(found, limit)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.checkpoint.models import by_plain_name
 from zinf_fx.compat import bitsandbytes
@@ -92,7 +93,7 @@ def check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def warn_of_staying(parameters: Mapping[str, object]) -> None:
+def warn_of_staying(parameters: Mapping[str, Any]) -> None:
     """Warn of parameters that stay in memory, if any do. Python shows a warning with the same text once."""
     staying = {name: value for name, value in parameters.items() if stays(value) and not stored_in(value)}
     if not staying:
@@ -128,7 +129,7 @@ def _is_reordered(tensor: torch.Tensor) -> bool:
 
 def bytes_in_memory(tensor: torch.Tensor) -> int:
     """Bytes that the elements take: of a wrapper subclass, those of the tensors in it; of what was expanded, once."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if is_traceable_wrapper_subclass(tensor):
         inner, _ = tensor.__tensor_flatten__()
         return sum(bytes_in_memory(getattr(tensor, name)) for name in inner)
     if tensor.layout != torch.strided:
@@ -157,10 +158,10 @@ def configs_of(config: Config, parameters: Mapping[str, torch.Tensor]) -> dict[s
     """
     if not isinstance(config.placement, PlacementRules) and not isinstance(config.frozen_dtype, tuple):
         return dict.fromkeys(parameters, config)
-    made: dict[tuple[Placement | str, FrozenDtype | None], Config] = {}
+    made: dict[tuple[Placement | Literal["auto"], FrozenDtype | None], Config] = {}
     configs = {}
     for name, parameter in parameters.items():
-        placement = config.placement if config.placement == "auto" else config.placement.of(name, parameter)
+        placement = "auto" if config.placement == "auto" else config.placement.of(name, parameter)
         own = placement, config.frozen_dtype_of(name)
         if own not in made:
             made[own] = Config.of(config, {"placement": placement, "frozen_dtype": own[1]})
@@ -218,7 +219,7 @@ def check_not_contradicted(
 
 
 def _is_placed_otherwise(requested: Config, name: str, stored: StoredTensor) -> bool:
-    own, asked = stored.base.config.placement, requested.placement
+    own, asked = stored.base.config.own_placement, requested.placement
     if not isinstance(stored, (torch.nn.Parameter, LocalParameter)):  # such as a gradient, which is like its parameter
         return False
     return not asked.may_have_chosen(name, stored, own) if isinstance(asked, PlacementRules) else asked != own
@@ -230,7 +231,7 @@ def placement_of_all(
     """What places all stored tensors, by name, as they are placed, or as `asked` says; None: there are none."""
     if not stored:
         return asked
-    own = {name: tensor.base.config.placement for name, tensor in stored.items()}
+    own = {name: tensor.base.config.own_placement for name, tensor in stored.items()}
     return in_common(own if asked is None else {name: asked.of(name, tensor) for name, tensor in stored.items()})
 
 
@@ -301,9 +302,9 @@ def abstract_parameter(
     if stays(parameter):
         return parameter
     stored = stored_parameter(parameter)
-    tier = config.placement.parameters if stored is None else stored.base.tier
+    tier = config.own_placement.parameters if stored is None else stored.base.tier
     if stored is not None:
-        config = placed(config, stored.base.config.placement)
+        config = placed(config, stored.base.config.own_placement)
     elif not parameter.is_meta:
         check_storable(parameter, what)
     elif type(parameter) is not torch.nn.Parameter and not isinstance(parameter, DTensor):
@@ -319,7 +320,8 @@ def abstract_parameter(
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device, quantised=form.quantised)
     if isinstance(parameter, DTensor):
-        whole = distributed_as(parameter, twin).requires_grad_(parameter.requires_grad)
+        whole = distributed_as(parameter, twin)
+        whole.requires_grad_(parameter.requires_grad)
         LocalParameter.of_whole(whole, twin)
         return as_parameter(whole)
     carry(twin, attributes_to_carry(parameter), of=parameter)

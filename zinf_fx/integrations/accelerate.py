@@ -6,6 +6,7 @@ adds "zinf" to it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,13 +57,13 @@ class Accelerator(accelerate.Accelerator):
     def save_model(
         self,
         model: torch.nn.Module,
-        save_directory: str,
+        save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
         """As accelerate's; for a stored model, all ranks call it."""
         if is_stored(model):
-            export_safetensors(model, save_directory, max_shard_size)
+            export_safetensors(model, Path(save_directory), max_shard_size)
         else:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (  # pyright: ignore[reportMissingImports]  (an optional library)
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
 from torch.optim import Optimizer
 
 from zinf_fx.checkpoint.export import export_safetensors
@@ -23,7 +26,11 @@ from zinf_fx.runtime.gradients.reduction import no_sync
 _REST, _FOLDER = "lightning.ckpt", "zinf_fx.folder"
 
 
-class StrategyForStoredModels:
+# What `StrategyForStoredModels` stands before.
+_Strategy = SingleDeviceStrategy if TYPE_CHECKING else object
+
+
+class StrategyForStoredModels(_Strategy):
     """Makes a strategy of Lightning's one for a module with stored parameters. Any other it treats as it did."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -36,7 +36,11 @@ from zinf_fx.runtime.gradients.reduction import no_sync
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-class ForStoredModels:
+_Trainer: Any = object
+"""What `ForStoredModels` stands before: a Trainer of any library."""
+
+
+class ForStoredModels(_Trainer):
     """Makes a Trainer of any library one for stored models: `class Mine(ForStoredModels, SFTTrainer)`.
 
     All ranks call `save_model`. Compiled models are trained without DistributedDataParallel, which would hold memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -149,12 +149,13 @@ class Recording:
         return _covered([*operators, *instead]) - _covered(instead)
 
     def _waited_for(self) -> Iterator[str]:
-        waited: Counter[str] = Counter()
+        waited: defaultdict[str, float] = defaultdict(float)
         for one in _all(self.steps):
             if one.lane == "wait":
                 waited[one.name.removeprefix("wait ")] += (one.end - one.start) / len(self.steps)
-        if longest := ", ".join(f"{name} ({seconds:.6f} s)" for name, seconds in waited.most_common(3)):
-            yield f"waited longest for {longest}"
+        longest = sorted(waited.items(), key=lambda item: -item[1])[:3]
+        if longest:
+            yield f"waited longest for {', '.join(f'{name} ({seconds:.6f} s)' for name, seconds in longest)}"
 
     def _take(self, log: Log, model: torch.nn.Module) -> None:
         """Fill in what was noted; what goes on still is cut off now."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import SimpleQueue
@@ -57,7 +57,7 @@ def lanes_for(elements: int) -> tuple[int, int]:
     return (lanes, piece) if lanes > 1 else (1, min(AT_A_TIME, elements))
 
 
-def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Sequence[P]) -> Iterator[R]:
+def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Sequence[P]) -> Generator[R, None, None]:
     """`work` of each in `several`, in one of the lanes, by the threads; what it gives comes in order. A lane does one
     piece of work at a time, so that at most as many are under way. When this is closed, all that began is over.
 

@@ -17,7 +17,7 @@ from zinf_fx.config import Config
 from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import PROLOGUE, Event, MemoryRegions, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphKind, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; PROLOGUE before the first
@@ -84,7 +84,7 @@ class GraphContext:
         choices: what the joint graph saves and recomputes.
     """
 
-    kind: Literal["joint", "forward", "backward", "inference"]
+    kind: GraphKind | Literal["joint"]
     config: Config
     tiles: Mapping[str, Tile]
     made: tuple[str, ...] = ()
@@ -129,6 +129,12 @@ class GraphContext:
         if (host := self.config.host_memory) is not None:
             left["host_memory"] = host - self.living.total
         return left
+
+    @property
+    def planned_kind(self) -> GraphKind:
+        """Which graph a planned one is: no joint one, which plans don't have."""
+        assert self.kind != "joint"
+        return self.kind
 
     @property
     def living(self) -> HostUse:
@@ -275,6 +281,13 @@ def bytes_computed(node: fx.Node) -> int:
     """Bytes of a node's result, with the sizes at hand where they are symbolic; of a tuple 0, as its members count."""
     value = node.meta.get("val")
     return (size_at_hand(value.numel()) or 0) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def operand(node: fx.Node, index: int = 0) -> fx.Node:
+    """The node that is this positional argument of a node."""
+    argument = node.args[index]
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def size_at_hand(size: int | torch.SymInt) -> int | None:

@@ -59,7 +59,7 @@ class MemoryCurve:
     """Bytes of one memory from each of `times` (seconds) on, to `end`: that of the last operator, from when on the
     optimizer's step is alone. `budget`: that the plan keeps to; None: there is none."""
 
-    memory: Literal["device", "host"]
+    memory: str
     times: tuple[float, ...]
     nbytes: tuple[int, ...]
     end: float

@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -49,6 +49,8 @@ from zinf_fx.runtime.tensor.views import Base, Kind, ViewStep, replayed, without
 from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
 
 aten = torch.ops.aten
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class StoredTensor(Checkpointable, Exported, torch.Tensor):
@@ -247,7 +249,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    @torch.compiler.disable  # eager code between two graphs comes here under Dynamo's eyes
+    @torch._disable_dynamo  # eager code between two graphs comes here under Dynamo's eyes
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in SAME_VALUE:
@@ -292,7 +294,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         return torch.Tensor.requires_grad.__get__(self)
 
     @requires_grad.setter
-    @torch.compiler.disable  # called between two graphs, it would be captured, which torch 2.14 fails to do
+    @torch._disable_dynamo  # called between two graphs, it would be captured, which torch 2.14 fails to do
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
@@ -425,7 +427,7 @@ def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     tensor.expect_gradient()
 
 
-def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+def as_parameter(tensor: T) -> T:
     """Give `tensor` nn.Parameter's mark."""
     tensor._is_param = True
     return tensor
