@@ -404,6 +404,12 @@ class Config(PlanOptions, StoreOptions):
         return self
 
     @property
+    def micro_batch_count(self) -> int:
+        """How many micro-batches a batch is divided into, which is decided."""
+        assert self.micro_batches != "auto"
+        return self.micro_batches
+
+    @property
     def activation_tier(self) -> Tier:
         """Where saved activations live between forward and backward."""
         placement = self.placement

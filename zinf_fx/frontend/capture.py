@@ -105,8 +105,7 @@ class Capture:
         self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
         # A plan that is given is for the sizes of one call, too.
         divides = replace(config, micro_batches="auto") if plans else config
-        assert decided.micro_batches != "auto"
-        self._module, self._inputs = of_one_micro_batch(module, self._inputs, divides, decided.micro_batches)
+        self._module, self._inputs = of_one_micro_batch(module, self._inputs, divides, decided.micro_batch_count)
         self.holds_sizes = self._module is not module
         self._together = Agreement(self.config, groups, self._inputs)
         self._contexts: dict[GraphKind, GraphContext] = {}

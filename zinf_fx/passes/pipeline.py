@@ -29,6 +29,7 @@ from zinf_fx.passes.ir.framework import (
     GraphContext,
     Pass,
     PrologueTransfer,
+    arguments_of,
     computing,
     event_of,
     events_in,
@@ -94,7 +95,8 @@ def plan_training(
         # Backward first: forward has to start what backward needs in its prologue.
         backward, prologue = _schedule(*backward, OffloadGradients())
         forward, _ = _schedule(forward[0], replace(forward[1], successor_prologue=prologue))
-        return tuple(_with_buffers([forward, backward]))
+        forward, backward = _with_buffers([forward, backward])
+        return forward, backward
 
     return _within_budget(joint, context, plan)
 
@@ -136,7 +138,7 @@ def _tile_limits(context: GraphContext) -> list[int | None]:
 def sizing(graph: fx.Graph, config: Config, limit: int | None) -> list[Pass]:
     """The passes that put together what is small, and divide what is larger than so many bytes."""
     pack = pack_limit(config, copied=_copies(graph))
-    packing = [] if pack is None else [PackParameters(pack if limit is None else min(pack, limit))]
+    packing: list[Pass] = [] if pack is None else [PackParameters(pack if limit is None else min(pack, limit))]
     return packing if limit is None else [*packing, TileParameters(limit), TileCrossEntropy()]
 
 
@@ -162,7 +164,7 @@ def _room_for_activations(context: GraphContext, tile_limit: int | None) -> int 
     moved = [tile.gathered_nbytes for tile in context.tiles.values() if tile.needs_buffer]
     largest = min(max(moved, default=0), budget if tile_limit is None else tile_limit)
     room = budget - context.living_on_device.total - max(_TILES_TOGETHER * largest, budget // 4)
-    return max(room, 0) // context.config.micro_batches
+    return max(room, 0) // context.config.micro_batch_count
 
 
 def divided_training(
@@ -230,7 +232,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
     """
     before = [module.graph for module, _ in scheduled]
     limit, is_limited = scheduled[0][1].limit, scheduled[0][1].is_limited
-    spare = 0
+    spare, graphs = 0, []
     for left in reversed(range(_TRIES + 1)):
         for (module, _), graph in zip(scheduled, before, strict=True):
             if is_limited:
@@ -246,6 +248,7 @@ def _with_buffers(scheduled: Sequence[Planned]) -> list[Planned]:
             break
         if not left:
             raise BudgetError(refusal_of_buffers(plan, graphs[-1][1]))
+        assert limit is not None  # what exceeds a budget has one
         spare = spare + over if left > 1 else limit
     for module, _ in scheduled:
         module.recompile()
@@ -305,7 +308,7 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
 
 def _copies(graph: fx.Graph) -> bool:
     """Whether a graph computes with tiles in memory of a device's own."""
-    return any(has_own_memory(node.args[3].type) for node in nodes_calling(graph, ops.gather, ops.wait))
+    return any(has_own_memory(arguments_of(node)[3].type) for node in nodes_calling(graph, ops.gather, ops.wait))
 
 
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
@@ -318,7 +321,7 @@ def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
         nodes = compute.get(number, [])
         work = total(map(work_of, nodes), fused)
         operators.append(Operator(number, _label(nodes), len(nodes), *work, values=values.get(number, 0)))
-    return GraphSchedule(context.kind, context.table, tuple(operators), events, separate)
+    return GraphSchedule(context.planned_kind, context.table, tuple(operators), events, separate)
 
 
 _HEAVY = ("mm", "conv", "attention", "embedding", "linear", "dequantize")

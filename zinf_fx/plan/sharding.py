@@ -204,7 +204,7 @@ def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Conf
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]
         limit = max(min(budgets) // _SMALLEST_TILE, 1) if budgets else None
-    whole = Shards.of(math.prod(shape), ranks, config.placement.on_nvme, owner, dtype)
+    whole = Shards.of(math.prod(shape), ranks, config.on_nvme, owner, dtype)
     if limit is None or ranks == 1 or len(shape) < 2 or whole.numel * dtype.itemsize <= limit:
         return whole
     return whole.in_tiles(math.prod(shape[1:]), limit // dtype.itemsize)

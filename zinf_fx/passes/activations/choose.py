@@ -111,7 +111,7 @@ def cheapest(
         again = prices[by_price[-1]] if by_price else math.inf
         if moving == again == math.inf:
             break
-        if moving <= again:
+        if movable is not None and moving <= again:
             staying.leave(movable)
         else:
             staying.recompute(by_price.pop())

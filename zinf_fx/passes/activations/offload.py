@@ -18,7 +18,7 @@ from zinf_fx import ops
 from zinf_fx.config import Config, Tier
 from zinf_fx.passes.activations.replication import EQUAL
 from zinf_fx.passes.ir.aliases import memory_node
-from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute
+from zinf_fx.passes.ir.framework import GraphContext, Pass, bytes_computed, is_compute, results_of
 from zinf_fx.passes.ir.rewriting import emit, set_results
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
@@ -65,7 +65,7 @@ class OffloadActivations(Pass):
                 token = emit(memory, ops.offload_activation, memory, list(memory.meta["val"].stride()))
             tokens |= dict.fromkeys(saved.values, token)
             tiles[token.name] = _tile(saved, context.config)
-        set_results(graph, (tokens.get(result, result) for result in graph.output_node().args[0]))
+        set_results(graph, (tokens.get(result, result) for result in results_of(graph)))
         return replace(context, tiles=tiles)
 
 
@@ -109,7 +109,7 @@ def saved_activations(
     The rest is also what the caller gets too, what is small or has holes, what is saved as another type or conjugated,
     and what has a size known at run time only, of which a warning tells.
     """
-    outputs = forward.output_node().args[0]
+    outputs = results_of(forward)
     returned = {memory_node(node) for node in outputs[:results] if isinstance(node, fx.Node)}
     values: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in outputs[results:]:
@@ -164,7 +164,7 @@ def _is_plain_view(value: torch.Tensor, memory: torch.Tensor) -> bool:
 
 def _tile(saved: LeavingActivations, config: Config) -> Tile:
     value, ranks = saved.memory.meta["val"], saved.ranks
-    shards = Shards.of(value.numel(), ranks, config.placement.on_nvme)
+    shards = Shards.of(value.numel(), ranks, config.on_nvme)
     return Tile(
         name=f"activation:{saved.memory.name}",
         shape=(value.numel(),),

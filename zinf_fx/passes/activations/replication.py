@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zinf_fx.passes.ir.collectives import group_of, is_collective
-from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext, results_of
 from zinf_fx.passes.ir.randomness import is_random
 
 EQUAL = "zinf_equal"
@@ -50,8 +50,8 @@ class Replicas:
 
 def mark_equal(graph: fx.Graph, context: GraphContext, replicas: Replicas) -> None:
     """Mark the nodes of a joint graph that no pass has changed yet. See [Note: equal values]."""
-    output = graph.output_node()
-    gradients = output.args[0][len(output.args[0]) - context.backward_outputs :]
+    results = results_of(graph)
+    gradients = results[len(results) - context.backward_outputs :]
     apart = set(replicas.divided)
     while True:
         equal = _equal(graph, apart, replicas)

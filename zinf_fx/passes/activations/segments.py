@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import memory_node
 from zinf_fx.passes.ir.collectives import WAIT, is_collective
-from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute
+from zinf_fx.passes.ir.framework import GraphContext, bytes_computed, is_compute, results_of
 from zinf_fx.passes.ir.randomness import is_random, source_of
 from zinf_fx.passes.ir.tile_values import tile_values
 from zinf_fx.passes.ir.values import last_readers
@@ -81,7 +81,7 @@ class Segments:
 
     def _layer_of(self, source: fx.Node) -> tuple[str, str] | None:
         if source.target is ops.member:
-            name = self._context.tile_of(source.args[0]).members[source.kwargs["number"]].name
+            name = self._context.member_of(source).name
         else:
             name = self._context.tile_of(source).name
         found = _LAYER.match(name)
@@ -127,7 +127,7 @@ def has_effects(node: fx.Node) -> bool:
 
 
 def _forward_nodes(graph: fx.Graph, backward_outputs: int, tiles: Collection[fx.Node]) -> list[fx.Node]:
-    outputs = graph.output_node().args[0]
+    outputs = results_of(graph)
     needed = {n for n in outputs[: len(outputs) - backward_outputs] if isinstance(n, fx.Node)}
     for node in reversed(graph.nodes):
         if node in needed:

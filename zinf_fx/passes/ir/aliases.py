@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zinf_fx.passes.ir.collectives import WAIT, argument_of, is_collective
+from zinf_fx.passes.ir.framework import operand
 
 # Return their argument's memory without saying so in their schema.
 _UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
@@ -19,7 +20,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return [] if node.op in ("placeholder", "get_attr", "output") else list(node.all_input_nodes)
     if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
-        return [node.args[0]]
+        return [operand(node)]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -58,7 +59,7 @@ def memory_node(node: fx.Node) -> fx.Node:
     while viewed := aliased_inputs(node):
         source = node
         while source.target is operator.getitem:
-            source = source.args[0]
+            source = operand(source)
         if source is not node and not is_view_node(source):
             break
         node = viewed[0]
@@ -85,7 +86,7 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 
 def _started(node: fx.Node) -> fx.Node:
     """The collective that a result, or a member of its results, is of."""
-    return node.args[0] if node.target is operator.getitem else node
+    return operand(node) if node.target is operator.getitem else node
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:

@@ -28,6 +28,7 @@ def group_of(node: fx.Node) -> Any:
 
 def argument_of(node: fx.Node, name: str) -> Any:
     """The argument of an operator's call that its schema calls so; None: it is not given."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     position = [argument.name for argument in node.target._schema.arguments].index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 

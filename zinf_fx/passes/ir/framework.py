@@ -7,17 +7,18 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from zinf_fx import ops
 from zinf_fx.config import Config
 from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import PROLOGUE, Event, GraphKind, MemoryRegions, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Member, MemoryRegions, Tile
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; PROLOGUE before the first
@@ -37,10 +38,12 @@ def key_of(node: fx.Node) -> TileKey:
     """The key of the tile that a `zinf` node is about: the node itself is the token of an activation that leaves."""
     if node.target is ops.offload_activation:
         return TileKey(node.name)
-    return TileKey(node.args[0].name, node.kwargs.get("start", 0))
+    start = node.kwargs.get("start", 0)
+    assert isinstance(start, int)
+    return TileKey(operand(node).name, start)
 
 
-def start_argument(key: TileKey) -> dict[str, int]:
+def start_argument(key: TileKey) -> dict[str, Argument]:
     """The keyword argument that tells a parameter's tiles apart; the first one's is the default."""
     return {"start": key.start} if key.start else {}
 
@@ -162,6 +165,12 @@ class GraphContext:
         leaving = [tile for token, tile in self.tiles.items() if tile.activation or token in self.written]
         return write_buffer([tile.held_nbytes for tile in leaving if tile.tier == "nvme"], self.limit)
 
+    def member_of(self, node: fx.Node) -> Member:
+        """The parameter that a node takes out of a pack."""
+        number = node.kwargs["number"]
+        assert isinstance(number, int)
+        return self.tile_of(operand(node)).members[number]
+
     def comes_anew(self, token: str) -> bool:
         """Whether a parameter's tiles are gathered for each operator that uses them.
 
@@ -234,7 +243,7 @@ def gathers_in(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """The gathers of each token, by its name, in graph order."""
     found: defaultdict[str, list[fx.Node]] = defaultdict(list)
     for gather in nodes_calling(graph, ops.gather):
-        found[gather.args[0].name].append(gather)
+        found[operand(gather).name].append(gather)
     return dict(found)
 
 
@@ -250,7 +259,9 @@ def event_of(node: fx.Node) -> Event:
 
 def give_event(node: fx.Node, context: GraphContext, operator: int, *, for_backward: bool = False) -> None:
     """Make a `zinf` node an event of the schedule."""
-    set_event(node, Event(ops.KINDS[node.target], context.numbers[key_of(node)], operator, for_backward=for_backward))
+    assert isinstance(node.target, torch._ops.OpOverload)
+    kind = cast("EventKind", ops.KINDS[node.target])
+    set_event(node, Event(kind, context.numbers[key_of(node)], operator, for_backward=for_backward))
 
 
 def set_event(node: fx.Node, event: Event) -> None:
@@ -283,11 +294,21 @@ def bytes_computed(node: fx.Node) -> int:
     return (size_at_hand(value.numel()) or 0) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node, whose types the schema of what it calls says."""
+    return node.args
+
+
 def operand(node: fx.Node, index: int = 0) -> fx.Node:
     """The node that is this positional argument of a node."""
     argument = node.args[index]
     assert isinstance(argument, fx.Node)
     return argument
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns: nodes, and constants such as None."""
+    return list(arguments_of(graph.output_node())[0])
 
 
 def size_at_hand(size: int | torch.SymInt) -> int | None:

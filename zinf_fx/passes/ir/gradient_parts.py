@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.passes.ir.framework import GraphContext, TileKey
+from zinf_fx.passes.ir.framework import GraphContext, TileKey, arguments_of, results_of
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ class GradientPart(NamedTuple):
 
 def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Node]:
     """By position among the outputs of backward, those that are gradients of stored parameters."""
-    results = graph.output_node().args[0]
+    results = results_of(graph)
     first = len(results) - context.backward_outputs if context.kind == "joint" else 0
     return {p: results[first + p] for p in context.gradients if results[first + p] is not None}
 
@@ -53,7 +53,7 @@ def parts_of(gradient: fx.Node, token: str, context: GraphContext) -> list[Gradi
         GradientPart(key, part, whole)
         for whole in assembly_of(gradient)
         if whole.target is aten.cat.default
-        for key, part in zip(keys, whole.args[0], strict=True)
+        for key, part in zip(keys, arguments_of(whole)[0], strict=True)
     ]
 
 
@@ -64,7 +64,7 @@ def assembly_of(gradient: fx.Node) -> Iterator[fx.Node]:
         node = pending.pop()
         yield node
         if node.target is aten.add.Tensor:
-            pending += reversed(node.args)
+            pending += reversed(arguments_of(node))
 
 
 def assemblies(graph: fx.Graph, context: GraphContext) -> set[fx.Node]:

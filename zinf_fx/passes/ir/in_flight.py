@@ -51,7 +51,7 @@ def operators_in(graph: fx.Graph) -> int:
 def outline(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a lowered graph, without what its operators compute."""
     operators = tuple(Operator(number, "", 0) for number in range(operators_in(graph)))
-    return GraphSchedule(context.kind, context.table, operators, tuple(map(event_of, events_in(graph))))
+    return GraphSchedule(context.planned_kind, context.table, operators, tuple(map(event_of, events_in(graph))))
 
 
 def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:

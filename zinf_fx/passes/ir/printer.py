@@ -29,12 +29,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import MADE_BY, GraphContext, operator_of
+from zinf_fx.passes.ir.framework import MADE_BY, GraphContext, arguments_of, operand, operator_of
 from zinf_fx.plan.schedule import PROLOGUE, Event, Tile
 
-_ZINF_NAMES = {ops.gather: "gather", **ops.KINDS}
+_ZINF_NAMES: dict[Target, str] = {ops.gather: "gather", **ops.KINDS}
 _WIDTH = 120
 
 
@@ -98,7 +99,7 @@ class _Printer:
         self._numbers = itertools.count()
 
     def name_members(self, pack: fx.Node) -> None:
-        for token, member in zip(pack.args[0], self._context.tiles[pack.name].members, strict=True):
+        for token, member in zip(arguments_of(pack)[0], self._context.tiles[pack.name].members, strict=True):
             self._names[token] = member.name
 
     def input(self, node: fx.Node) -> str:
@@ -111,19 +112,20 @@ class _Printer:
         return f"{tile.name} : {tile_text(tile)}"
 
     def statement(self, node: fx.Node) -> str:
+        name = _ZINF_NAMES.get(node.target)
         if node.target in (ops.gather, ops.wait):
-            what = f"{_ZINF_NAMES[node.target]} {self._tile(node)}"
+            what = f"{name} {self._tile(node)}"
         elif node.target is ops.offload_activation:
-            what = f"{_ZINF_NAMES[node.target]} {self._value(node.args[0])} as {self._context.tile_of(node).name}"
-        elif node.target in _ZINF_NAMES:
-            what = f"{_ZINF_NAMES[node.target]} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
+            what = f"{name} {self._value(node.args[0])} as {self._context.tile_of(node).name}"
+        elif name is not None:
+            what = f"{name} {', '.join((self._tile(node), *map(self._value, node.args[1:])))}"
             if node.target is not ops.reduce_scatter:  # the others have no result
                 return what + (_marks(node.meta[ops.EVENT]) if ops.EVENT in node.meta else "")
         elif node.target is ops.pack:
             self._names[node] = name = self._context.tiles[node.name].name
-            return f"{name} = pack {', '.join(map(self._value, node.args[0]))}"
+            return f"{name} = pack {', '.join(map(self._value, arguments_of(node)[0]))}"
         elif node.target is ops.member:
-            member = self._context.tile_of(node.args[0]).members[node.kwargs["number"]]
+            member = self._context.member_of(node)
             what = f"{member.name} in {self._value(node.args[0])}"
         elif node.target is operator.getitem:
             what = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
@@ -148,7 +150,7 @@ class _Printer:
         return lines + (_wrapped("return of backward", texts[ours:]) if self._context.kind == "joint" else [])
 
     def _tile(self, node: fx.Node) -> str:
-        token = node.args[0]
+        token = operand(node)
         return self._context.tile_of(node).label if token.name in self._context.divided else self._value(token)
 
     def _number(self, node: fx.Node) -> str:

@@ -16,7 +16,7 @@ _BY_SHAPE |= {"randperm", "uniform", "normal_functional", "exponential", "_scale
 def source_of(node: fx.Node) -> fx.Node:
     """Of a member of a tuple, the node that computes the tuple."""
     while node.target is operator.getitem:
-        node = node.args[0]
+        (node,) = node.all_input_nodes
     return node
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import Argument
 from torch.utils.checkpoint import CheckpointPolicy
 
 # What a node inherits from the one that it replaces: all but what describes its own value.
@@ -33,10 +34,11 @@ def emit_again(node: fx.Node, *args: Any) -> fx.Node:
     return emit(node, node.target, *args, **node.kwargs)
 
 
-def set_results(graph: fx.Graph, results: Iterable[fx.Node | None]) -> None:
+def set_results(graph: fx.Graph, results: Iterable[Argument]) -> None:
     """Make a graph return something else."""
     output = graph.output_node()
-    output.args = (type(output.args[0])(results),)
+    container: Any = type(output.args[0])  # a list or a tuple
+    output.args = (container(results),)
 
 
 def repeat_in_backward(node: fx.Node) -> fx.Node:

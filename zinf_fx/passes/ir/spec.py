@@ -15,7 +15,16 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.aliases import aliases_of, readers_of
-from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, TileKey, events_in, key_of, nodes_calling, operator_of
+from zinf_fx.passes.ir.framework import (
+    OPERATOR,
+    GraphContext,
+    TileKey,
+    events_in,
+    key_of,
+    nodes_calling,
+    operand,
+    operator_of,
+)
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs, parts_of
 from zinf_fx.passes.ir.in_flight import Ledger, operators_in, outline, spans
 from zinf_fx.passes.ir.printer import print_around
@@ -182,7 +191,7 @@ def _offloads(facts: Facts) -> Violations:
     for tile in sorted(due):
         yield f"that of {facts.name(tile)} is not reduce-scattered", facts.output
     for node in nodes_calling(facts.graph, ops.offload):
-        shard = node.args[1]
+        shard = operand(node, 1)
         if shard.target is not ops.reduce_scatter or key_of(shard) != key_of(node):
             yield f"what is offloaded for {facts.name(node)} is not its reduce-scattered gradient", node
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zinf_fx import cuda, ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.aliases import is_view_node
-from zinf_fx.passes.ir.framework import computing, size_at_hand
+from zinf_fx.passes.ir.framework import arguments_of, computing, size_at_hand
 
 # An operator is run for so many seconds and at least so often. The mean counts: what now and then interrupts it here
 # does so in a step, too.
@@ -82,7 +83,7 @@ def _nothing(*given: object) -> torch.Tensor:
 
 
 # A member of a pack costs as much as an index. What is timed draws from whatever state the generator has.
-_RUN_AS = {ops.member: ops.part_of_pack, **dict.fromkeys(ops.NOT_COMPUTED, _nothing)}
+_RUN_AS: dict[Target, Target] = {ops.member: ops.part_of_pack, **dict.fromkeys(ops.NOT_COMPUTED, _nothing)}
 
 
 def _zeroed(target: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
@@ -96,7 +97,7 @@ def _zeroed(target: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
 
 
 _aten = torch.ops.aten
-_EMPTY = {
+_EMPTY: dict[Target, Target] = {
     target: _zeroed(target)
     for target in (
         _aten.empty.memory_format,
@@ -146,9 +147,9 @@ class _Uses:
             elif name == "embedding" and args[1] is node:
                 self._index(args[0], 0)
             elif name in _BY_ARGUMENT and args[2] is node:
-                self._index(args[0], args[1])
+                self._index(*arguments_of(user)[:2])
             elif name in _BY_POSITION:
-                for dim in (dim for dim, one in enumerate(args[1]) if one is node):
+                for dim in (dim for dim, one in enumerate(arguments_of(user)[1]) if one is node):
                     self._index(args[0], dim)
 
     def _index(self, table: object, dim: int) -> None:

@@ -133,4 +133,4 @@ def _at_hand(value: Any) -> Any:
         return size_at_hand(value)
     if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
         return value
-    return torch.empty([size_at_hand(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return torch.empty([size_at_hand(size) or 0 for size in value.shape], dtype=value.dtype, device="meta")

@@ -12,7 +12,16 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import is_view_node
-from zinf_fx.passes.ir.framework import OPERATOR, GraphContext, Pass, event_of, events_in, is_compute, operator_of
+from zinf_fx.passes.ir.framework import (
+    OPERATOR,
+    GraphContext,
+    Pass,
+    event_of,
+    events_in,
+    is_compute,
+    operand,
+    operator_of,
+)
 from zinf_fx.passes.ir.in_flight import outline
 from zinf_fx.passes.ir.randomness import is_random
 from zinf_fx.plan.lifetimes import Lifetimes
@@ -93,9 +102,11 @@ def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Plac
             return "behind" if tile.ranks * tile.replicas == 1 and is_there else "apart"
         if event.kind in ("offload_activation", "write"):
             return "apart"
+        live_range = live_ranges[node]
+        assert live_range is not None
         if event.kind == "release":
-            return "behind" if live_ranges[node].kept or not tile.needs_buffer else "apart"
-        there = not tile.needs_buffer or (event.kind == "wait" and live_ranges[node].found == "kept")
+            return "behind" if live_range.kept or not tile.needs_buffer else "apart"
+        there = not tile.needs_buffer or (event.kind == "wait" and live_range.found == "kept")
         return "before" if there else "apart"
 
     def place(node: fx.Node) -> _Place:
@@ -217,6 +228,7 @@ class _Forming:
 
     def _end(self) -> None:
         run, self._run = self._run, None
+        assert run is not None
         if run.operations < _FEWEST:
             self._order += run.nodes
             return
@@ -264,7 +276,7 @@ def _is_taken(user: fx.Node, inside: set[fx.Node]) -> bool:
 def _is_view(node: fx.Node) -> bool:
     """Whether a node makes a view, or is one of several views that another makes."""
     if node.target is operator.getitem:
-        return not isinstance(node.args[0].meta.get("val"), torch.Tensor) and _is_view(node.args[0])
+        return not isinstance(operand(node).meta.get("val"), torch.Tensor) and _is_view(operand(node))
     is_ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_ours and is_view_node(node)
 
@@ -274,7 +286,7 @@ def _is_remade(view: fx.Node, inside: Collection[fx.Node]) -> bool:
     regions that compute with different parts are equal."""
     if not _is_view(view):
         return False
-    is_part = view.target is operator.getitem or view.target._opname in _PARTS
+    is_part = view.target is operator.getitem or getattr(view.target, "_opname", None) in _PARTS
     return not is_part or any(one in inside or _is_view_of(one, inside) for one in view.all_input_nodes)
 
 
@@ -344,7 +356,7 @@ def _unbound_sizes(graph: fx.Graph, outer: fx.Graph) -> list[fx.Node]:
             for size in sizes:
                 symbols, _ = _symbols(size)
                 needed.update(dict.fromkeys(sorted(symbols, key=str)))
-                if node.op == "placeholder" and symbols and size.node.expr in symbols:
+                if node.op == "placeholder" and isinstance(size, torch.SymInt) and size.node.expr in symbols:
                     bound |= symbols
     missing = set(needed) - bound
     if not missing:

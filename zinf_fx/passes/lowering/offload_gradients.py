@@ -9,7 +9,7 @@ from torch import fx
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import aliases_of, memory_node
-from zinf_fx.passes.ir.framework import GraphContext, Pass, give_event, operator_of, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, give_event, operand, operator_of, results_of, start_argument
 from zinf_fx.passes.ir.gradient_parts import assembly_of, gradient_outputs, parts_of
 from zinf_fx.passes.ir.rewriting import set_results
 
@@ -22,7 +22,7 @@ class OffloadGradients(Pass):
     provides = ("gradients_offloaded",)
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        results = list(graph.output_node().args[0])
+        results = results_of(graph)
         assembled: list[fx.Node] = []
         for position, gradient in gradient_outputs(graph, context).items():
             token = context.gradients[position]
@@ -41,7 +41,7 @@ class OffloadGradients(Pass):
 def gradients_left_alone(graph: fx.Graph) -> frozenset[int]:
     """The tiles whose gradients nobody but their parameter has any part of once a lowered graph has computed them."""
     offloads = graph.find_nodes(op="call_function", target=ops.offload)
-    return frozenset(node.meta[ops.EVENT].tile for node in offloads if _is_left_alone(node.args[1].args[1]))
+    return frozenset(node.meta[ops.EVENT].tile for node in offloads if _is_left_alone(operand(operand(node, 1), 1)))
 
 
 def _is_left_alone(gradient: fx.Node) -> bool:
@@ -50,7 +50,7 @@ def _is_left_alone(gradient: fx.Node) -> bool:
     An operator of PyTorch's own has made it, for this purpose alone, and as large as it is.
     """
     memory = memory_node(gradient)
-    maker = memory.args[0] if memory.target is operator.getitem else memory
+    maker = operand(memory) if memory.target is operator.getitem else memory
     if not isinstance(maker.target, torch._ops.OpOverload) or maker.target.namespace != "aten":
         return False
     aliases = set(aliases_of(memory))

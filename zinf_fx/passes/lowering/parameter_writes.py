@@ -17,7 +17,7 @@ from torch import fx
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.lines import line_of
-from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling, operand
 from zinf_fx.passes.ir.tile_values import tile_values
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def note_writes(graph: fx.Graph) -> list[fx.Node]:
     count: dict[fx.Node, int] = {}  # by the same: the writes until then
     writes = []
     for copy in nodes_calling(graph, aten.copy.default):
-        before, write = copy.args
+        before, write = operand(copy), operand(copy, 1)
         if write.target is ops.written:
             token_of[copy], count[copy] = token_of.get(before, before), count.get(before, 0) + 1
             write.target, write.args = ops.write, (token_of[copy], *write.args)
@@ -37,7 +37,7 @@ def note_writes(graph: fx.Graph) -> list[fx.Node]:
             write.meta["partitioner_tag"] = "must_be_in_forward"
             writes.append(write)
     for node in nodes_calling(graph, ops.gather, aten.copy_.default):
-        if node.target is ops.gather and (copy := node.args[0]) in token_of:
+        if node.target is ops.gather and (copy := operand(node)) in token_of:
             node.replace_input_with(copy, token_of[copy])
             node.kwargs = {**node.kwargs, "after": count[copy]}
         elif node.args[1] in token_of:
@@ -54,11 +54,11 @@ class PlaceWrites(Pass):
     name = "place_writes"
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        writes = {(write.args[0], _after(write)): write for write in nodes_calling(graph, ops.write)}
+        writes = {(operand(write), _after(write)): write for write in nodes_calling(graph, ops.write)}
         for gather in nodes_calling(graph, ops.gather):
-            token, after = gather.args[0], _after(gather)
+            token, after = operand(gather), _after(gather)
             if (token, after - 1) in writes:
-                gather.replace_all_uses_with(writes[token, after - 1].args[1])
+                gather.replace_all_uses_with(operand(writes[token, after - 1], 1))
                 graph.erase_node(gather)
             elif after != context.written.get(token.name, 0) and context.kind == "backward":
                 raise _refusal(gather, context, "in backward, too")
@@ -68,12 +68,14 @@ class PlaceWrites(Pass):
             if after + 1 < context.written[token.name]:
                 graph.erase_node(write)
             else:
-                max(write.args[1], *_uses(graph, context, token)).append(write)
+                max(operand(write, 1), *_uses(graph, context, token)).append(write)
         return context
 
 
 def _after(node: fx.Node) -> int:
-    return node.kwargs.get("after", 0)
+    after = node.kwargs.get("after", 0)
+    assert isinstance(after, int)
+    return after
 
 
 def _uses(graph: fx.Graph, context: GraphContext, token: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from zinf_fx import ops
 from zinf_fx.errors import PlanError
 from zinf_fx.passes.ir.collectives import is_collective
-from zinf_fx.passes.ir.framework import GraphContext
+from zinf_fx.passes.ir.framework import GraphContext, results_of
 from zinf_fx.passes.ir.rewriting import without_code
 from zinf_fx.passes.ir.tile_values import tile_values
 from zinf_fx.passes.lowering.written_inputs import place_snapshots
@@ -22,8 +22,7 @@ def partition(
     """Split `joint` by its tags. Raises: PlanError if a value of a tile, or what is not there yet, would be saved for
     backward."""
     forward, backward = map(without_code, min_cut_rematerialization_partition(joint, joint_inputs, **arguments))
-    output = forward.graph.output_node()
-    saved = set(output.args[0][arguments["num_fwd_outputs"] :])
+    saved = set(results_of(forward.graph)[arguments["num_fwd_outputs"] :])
     place_snapshots(forward.graph, [node for node in saved if isinstance(node, fx.Node)])
     for node in filter(is_collective, saved):
         raise PlanError(

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, arguments_of, nodes_calling, operand
 from zinf_fx.passes.ir.rewriting import emit, erase_unused
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ class MultiplyQuantised(Pass):
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for values in nodes_calling(graph, ops.dequantize):
-            packed, shape, name, dtype = values.args
+            packed, shape, name, dtype = arguments_of(values)
             if len(shape) != 1:
                 continue
             for matrix, transposed in list(_transpositions(values, False)):
@@ -52,7 +52,7 @@ def _transpositions(matrix: fx.Node, transposed: bool) -> Iterator[tuple[fx.Node
 def _product(user: fx.Node, matrix: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """What `matrix` is multiplied to from the left, and the bias, if that is all that a node computes."""
     if user.target is aten.mm.default and user.args[0] is not matrix:
-        return user.args[0], None
+        return operand(user), None
     if user.target is aten.addmm.default and not user.kwargs and matrix is user.args[2] and matrix not in user.args[:2]:
-        return user.args[1], user.args[0]
+        return operand(user, 1), operand(user)
     return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, start_argument, tokens_in
+from zinf_fx.passes.ir.framework import GraphContext, Pass, results_of, start_argument, tokens_in
 from zinf_fx.passes.ir.gradient_parts import GradientPart, gradient_outputs, parts_of
 from zinf_fx.passes.ir.rewriting import set_results
 
@@ -24,7 +24,7 @@ class ReduceGradients(Pass):
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         tokens = tokens_in(graph)
-        results = list(graph.output_node().args[0])
+        results = results_of(graph)
         first_gradient = len(results) - context.backward_outputs
         gradients = gradient_outputs(graph, context)
         context = replace(context, gradients={p: t for p, t in context.gradients.items() if p in gradients})

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from zinf_fx import ops
 from zinf_fx.errors import ConfigError
-from zinf_fx.passes.ir.framework import GROUP, GraphContext, operator_of
+from zinf_fx.passes.ir.framework import GROUP, GraphContext, arguments_of, operator_of, results_of
 from zinf_fx.passes.ir.randomness import draws, draws_by_shape, run_by
 from zinf_fx.passes.lowering.operator_groups import groups_of
 from zinf_fx.passes.lowering.regions import Regions
@@ -45,7 +45,7 @@ def vertical(forward: fx.GraphModule, backward: fx.GraphModule, context: GraphCo
 
     Raises: ConfigError where what the caller gets is neither a matter of the whole batch nor of its parts.
     """
-    count = context.config.micro_batches
+    count = context.config.micro_batch_count
     if count == 1:
         return
     step = _Repeated(forward.graph, replace(context, kind="forward", gradients={}), count)
@@ -101,7 +101,7 @@ class _Repeated:
         has. Tells of everything that the template saves whether each has one. Raises: ConfigError."""
         for device, states in self._states.items():
             self.graph.call_function(ops.set_random_state, (states[-1], device))
-        outputs = self._template.output_node().args[0]
+        outputs = results_of(self._template)
         parts = [node for node in self._template.nodes if _writes_to_an_input(node)]
         for node in [*parts, *(one for one in outputs[:results] if one in self._repeated)]:
             raise ConfigError(
@@ -115,12 +115,13 @@ class _Repeated:
 
     def finish_with_sums(self) -> None:
         """Return what a backward graph does: gradients of all micro-batches."""
-        results = self._template.output_node().args[0]
+        results = results_of(self._template)
         self._returns([self._sum(one) if isinstance(one, fx.Node) else one for one in results])
 
     def _returns(self, results: list[fx.Node | None]) -> None:
         old = self._template.output_node()
-        self.graph.output(type(old.args[0])(results)).meta = dict(old.meta)
+        container: Any = type(old.args[0])  # a list or a tuple
+        self.graph.output(container(results)).meta = dict(old.meta)
 
     def _made(self, op: str, target: Any, args: tuple, kwargs: dict, like: fx.Node, name: str | None = None) -> fx.Node:
         """A new node whose value is of the type of `like`'s."""
@@ -157,18 +158,18 @@ class _Repeated:
         """What one micro-batch has of a node."""
         name = _name(node, number)
         if node.target is ops.micro_batch:
-            batch, dim, _ = node.args
+            batch, dim, _ = arguments_of(node)
             size = node.meta["val"].shape[dim]
             bounds = (dim, number * size, (number + 1) * size)
             copy = self._made("call_function", aten.slice.Tensor, (self._once[batch], *bounds), {}, node, name)
             copy.meta["val"] = batch.meta["val"].narrow(dim, number * size, size)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self._of(one, number))
-            if draws(node):
-                device = _device_of(node)
+            device = _device_of(node) if draws(node) else None
+            if device is not None:
                 self.graph.call_function(ops.set_random_state, (self._states[device][number], device))
             copy = self._made(node.op, node.target, args, kwargs, node, name)
-            if draws(node):
+            if device is not None:
                 self._states[device][number] = self._state(device)
         self._each.setdefault(node, []).append(copy)
         if node in self._summed:
@@ -202,7 +203,7 @@ class _Repeated:
 
     def _joined(self, node: fx.Node) -> fx.Node:
         """What the caller gets of all micro-batches."""
-        value, how, count, *dim = node.args
+        value, how, count, *dim = arguments_of(node)
         if how == "cat":
             parts = [self._of(value, number) for number in range(count)]
             return self._made("call_function", aten.cat.default, (parts, *dim), {}, node, node.name)
@@ -328,9 +329,11 @@ def _writes_to_an_input(node: fx.Node) -> bool:
 def _summed_for(node: fx.Node) -> Sequence[fx.Node]:
     """The inputs of a node of which it takes the sums over all micro-batches."""
     if node.target is ops.reduce_scatter:
-        return node.args[1:]
+        return arguments_of(node)[1:]
     if node.target is ops.together:
-        return node.args[0]
+        return arguments_of(node)[0]
     if node.target is ops.join:
-        return node.args[:1] if node.args[1] != "cat" else ()
-    return node.args if node.target is aten.add.Tensor else ()  # of [Note: micro-batches], the sums over groups
+        return arguments_of(node)[:1] if node.args[1] != "cat" else ()
+    return (
+        arguments_of(node) if node.target is aten.add.Tensor else ()
+    )  # of [Note: micro-batches], the sums over groups

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
 from zinf_fx.passes.ir.aliases import memory_node
-from zinf_fx.passes.ir.framework import nodes_calling
+from zinf_fx.passes.ir.framework import nodes_calling, operand
 from zinf_fx.passes.ir.rewriting import emit
 
 _OF_BACKWARD = ("is_backward", "must_be_in_backward")
@@ -49,7 +49,7 @@ def place_snapshots(forward: fx.Graph, saved: Collection[fx.Node]) -> None:
     """Make copies of the snapshots that are among the memory of what is `saved`, each as late as it can be."""
     memory = set(map(memory_node, saved))
     for snapshot in nodes_calling(forward, ops.snapshot):
-        (value,) = snapshot.args
+        value = operand(snapshot)
         if snapshot in memory:
             snapshot.target = torch.ops.aten.clone.default
             min(*snapshot.users, *_writers_of(value)).prepend(snapshot)

@@ -87,7 +87,9 @@ class FollowSchedule(Pass):
                 graph.erase_node(node)
             else:
                 standing[event.kind, event.tile].append(node)
-        due = Counter((event.kind, event.tile) for event in planned if event.kind not in TRANSFERS)
+        due: Counter[tuple[EventKind, int]] = Counter(
+            (event.kind, event.tile) for event in planned if event.kind not in TRANSFERS
+        )
         for kind, tile in sorted({*due, *standing}):
             if due[kind, tile] != len(standing[kind, tile]):
                 raise PlanError(

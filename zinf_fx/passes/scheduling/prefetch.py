@@ -79,9 +79,10 @@ class Prefetch(Pass):
         writes to."""
         use = {event_of(node).tile: operator_of(node) for node in reversed(list(nodes_calling(graph, ops.wait)))}
         return tuple(
-            PrologueTransfer(node.target, tile, self._distance_of[node.target] - use[tile])
+            PrologueTransfer(op, tile, self._distance_of[op] - use[tile])
             for node in nodes_calling(graph, *ops.TRANSFERS)
-            if operator_of(node) == PROLOGUE
+            if isinstance(op := node.target, torch._ops.OpOverload)
+            and operator_of(node) == PROLOGUE
             and not context.table[tile := event_of(node).tile].activation
             and context.keys[tile].token not in context.written
         )
@@ -111,6 +112,7 @@ class Prefetch(Pass):
             earliest = ledger.extend(tile_bytes(context.table[live_range.tile]), use, wanted)
             for number in (live_range.steps[kind].number for kind in TRANSFERS):
                 target = nodes[number].target
+                assert isinstance(target, torch._ops.OpOverload)
                 start = earliest if target is ops.fetch else max(use - distance_of[target], earliest)
                 moved.append((start, use, number))
         # What starts first stands first: the prologue before operator 0, which may begin at the same node. Among those

@@ -23,12 +23,14 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
     needs = f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}"
-    if context.limit >= 0:
+    limit = context.limit
+    assert limit is not None
+    if limit >= 0:
         over = f"{needs}, and the budget is {_budget_in_words(context)}"
     elif moved:
-        over = f"{needs}, and what lives there exceeds it by {at_least(-context.limit)}"
+        over = f"{needs}, and what lives there exceeds it by {at_least(-limit)}"
     else:
-        over = f"what lives in a memory with a budget exceeds that by {at_least(-context.limit)}"
+        over = f"what lives in a memory with a budget exceeds that by {at_least(-limit)}"
     about = [*([f"Largest: {largest}"] if largest else []), *reasons]
     first = ". ".join([f"{over}: raise device_memory or host_memory", *about])
     held = ledger.largest(operator, count=5)

@@ -132,8 +132,10 @@ def free_bytes(graphs: Sequence[tuple[fx.Graph, GraphContext]], spare: int) -> l
     for graph, context in graphs:
         count = operators_in(graph)
         ledger = Ledger(spans(graph, context), count, context.budget)
-        free += [ledger.budget - ledger.at(operator) for operator in range(-1, count)]
+        assert context.budget is not None
+        free += [context.budget - ledger.at(operator) for operator in range(-1, count)]
     context = graphs[-1][1]
+    assert context.budget is not None
     trained = [context.tiles[token] for token in context.gradients.values()]
     free.append(context.budget + context.gradient_buffer - chunk_buffers(context.config, trained).total)
     return [nbytes - spare for nbytes in free]

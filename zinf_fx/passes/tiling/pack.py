@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, gathers_in
+from zinf_fx.passes.ir.framework import GraphContext, Pass, arguments_of, gathers_in, operand, results_of
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, set_results
 from zinf_fx.plan.packs import in_packs, may_be_packed, nbytes_in_pack, pack_of
@@ -43,7 +43,7 @@ class PackParameters(Pass):
         """The tokens of each pack."""
         several = []
         for token, (gather, *_) in gathers.items():
-            tile, device = context.tiles[token], gather.args[3]
+            tile, device = context.tiles[token], arguments_of(gather)[3]
             trained = token in differentiated
             if token not in context.written and may_be_packed(tile, device.type, trained):
                 states = (tile.tier, tile.gradient_tier, tile.state_tier, tile.state_dtype, tile.master_dtype)
@@ -59,7 +59,7 @@ def _pack(
 ) -> GraphContext:
     """Make one pack of the parameters that are gathered so. `positions`: of their gradients among the outputs of
     backward."""
-    tokens = [several[0].args[0] for several in gathers.values()]
+    tokens = [operand(several[0]) for several in gathers.values()]
     with graph.inserting_after(max(graph.find_nodes(op="placeholder"))):
         token = emit(tokens[0], ops.pack, tokens)
     pack = pack_of([context.tiles[name] for name in gathers])
@@ -80,7 +80,7 @@ def _pack(
 
 def _put_together(graph: fx.Graph, context: GraphContext, token: fx.Node, positions: Sequence[int], pack: Tile) -> int:
     """Make the gradients at these positions one, of the pack with this token. Returns its position, the first."""
-    results = list(graph.output_node().args[0])
+    results = results_of(graph)
     first = len(results) - context.backward_outputs
     parts = [results[first + position] for position in positions]
     latest = max(*parts, token)  # nodes compare by position

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zinf_fx import ops
-from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, gathers_in, start_argument
+from zinf_fx.passes.ir.framework import GraphContext, Pass, TileKey, gathers_in, operand, results_of, start_argument
 from zinf_fx.passes.ir.gradient_parts import gradient_outputs
 from zinf_fx.passes.ir.rewriting import emit, erase_unused, set_results
 from zinf_fx.passes.tiling.weight_gradients import aten, check_term, is_sum, rows_of_term, terms_of, untransposed
@@ -88,10 +88,10 @@ class _DividedParameter:
 
     def __init__(self, graph: fx.Graph, context: GraphContext, gathers: list[fx.Node], tiles: tuple[Tile, ...]) -> None:
         self._graph, self._context, self._gathers = graph, context, gathers
-        self._token, self._tiles = gathers[0].args[0], tiles
+        self._token, self._tiles = operand(gathers[0]), tiles
         self._shape = context.tiles[self._token.name].shape
-        total = tiles[-1].rows[1]
-        self._ranges = [Rows(*tile.rows, last=tile.rows[1] == total) for tile in tiles]
+        bounds = [tile.rows for tile in tiles if tile.rows is not None]
+        self._ranges = [Rows(start, end, last=end == bounds[-1][1]) for start, end in bounds]
         # By what is multiplied with the parameter, the last node of each range: there its gradient is due.
         self._ends: dict[fx.Node, list[list[fx.Node]]] = {}
 
@@ -122,7 +122,7 @@ class _DividedParameter:
 
     def _divide_gradient(self, position: int) -> None:
         output = self._graph.output_node()
-        results = list(output.args[0])
+        results = results_of(self._graph)
         index = len(results) - self._context.backward_outputs + position
         gradient = results[index]
         results[index] = self._assemble(gradient, output)

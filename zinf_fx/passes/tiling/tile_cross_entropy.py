@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from zinf_fx.passes.ir.framework import GraphContext, Pass, nodes_calling
+from zinf_fx.passes.ir.framework import GraphContext, Pass, arguments_of, nodes_calling, operand
 from zinf_fx.passes.ir.rewriting import emit, erase_unused, repeat_in_backward
 from zinf_fx.passes.tiling.weight_uses import Rows
 
@@ -70,7 +70,7 @@ class _Loss:
         Values per row are columns, [rows, 1], so that they go along with logits.
         """
         graph, new = self.softmax.graph, partial(emit, self.softmax)
-        _, labels, _, reduction, ignored = self.nll.args
+        _, labels, _, reduction, ignored = arguments_of(self.nll)
         _hoist(labels, self.parts[0])
         with graph.inserting_before(self.parts[0]):
             target = self._again(aten.unsqueeze.default, labels, 1)
@@ -98,24 +98,29 @@ class _Loss:
             lost = new(aten.sum.default, lost) if reduction else new(aten.squeeze.dim, lost, 1)
             if reduction == _MEAN:
                 lost = new(aten.div.Tensor, lost, count)
-        if self.nll_backward is not None:
-            self._divide_backward(ranges, normaliser, counted, count)
+        if self.nll_backward is not None and normaliser is not None:
+            self._divide_backward(self.nll_backward, ranges, normaliser, counted, count)
         for result in list(self.nll.users):
             assert result.target is operator.getitem
-            result.replace_all_uses_with((lost, count)[result.args[1]])
+            result.replace_all_uses_with((lost, count)[arguments_of(result)[1]])
             graph.erase_node(result)
         erase_unused(self.nll)
 
     def _divide_backward(
-        self, ranges: list[tuple[fx.Node, fx.Node, fx.Node]], normaliser: fx.Node, counted: fx.Node, count: fx.Node
+        self,
+        nll_backward: fx.Node,
+        ranges: list[tuple[fx.Node, fx.Node, fx.Node]],
+        normaliser: fx.Node,
+        counted: fx.Node,
+        count: fx.Node,
     ) -> None:
         """Of each range of logits, the gradient: the probabilities, less one at the target, times that of the loss.
 
         `ranges`: the logits, which rows have their target among them, and its place there.
         """
-        graph, new, reduction = self.softmax.graph, partial(emit, self.nll_backward), self.nll.args[3]
-        with graph.inserting_before(self.nll_backward):
-            scale = self.nll_backward.args[0]
+        graph, new, reduction = self.softmax.graph, partial(emit, nll_backward), self.nll.args[3]
+        with graph.inserting_before(nll_backward):
+            scale = operand(nll_backward)
             if reduction == _MEAN:
                 scale = new(aten.div.Tensor, scale, count)
             elif not reduction:
@@ -144,14 +149,14 @@ class _Loss:
 
 def _match(softmax: fx.Node) -> _Loss | None:
     """The loss that a log-softmax belongs to, if its input is nothing but a concatenation of ranges of logits."""
-    logits, dim, _ = softmax.args
+    logits, dim, _ = arguments_of(softmax)
     source = logits
     while source.target in _PASSED_ON and len(source.users) == 1:
-        source = source.args[0]
+        source = operand(source)
     shape, count = logits.meta["val"].shape, logits.meta["val"].dim()
     if source.target is not aten.cat.default or len(source.users) > 1 or count != 2 or dim not in (1, -1):
         return None
-    parts = tuple(source.args[0])
+    parts = tuple(arguments_of(source)[0])
     sizes = [part.meta["val"].shape for part in parts]
     if any(len(size) != 2 or size[0] != shape[0] for size in sizes) or sum(size[1] for size in sizes) != shape[1]:
         return None
@@ -161,12 +166,12 @@ def _match(softmax: fx.Node) -> _Loss | None:
     nll = [user for user in users if user.target is aten.nll_loss_forward.default]
     backward = [user for user in users if user.target is aten._log_softmax_backward_data.default]
     others = set(users) - set(nll) - set(backward)
-    if len(nll) != 1 or len(backward) > 1 or nll[0].args[2] is not None or nll[0].args[1].meta["val"].dim() != 1:
+    if len(nll) != 1 or len(backward) > 1 or nll[0].args[2] is not None or operand(nll[0], 1).meta["val"].dim() != 1:
         return None
     if not backward:
         return _Loss(parts, ranges, softmax, nll[0], None, {}) if not others else None
     (gradient,) = backward
-    nll_backward = gradient.args[0]
+    nll_backward = operand(gradient)
     if nll_backward.target is not aten.nll_loss_backward.default or others - {nll_backward}:
         return None
     slices = _slices(gradient, ranges, sizes)
@@ -188,10 +193,10 @@ def _slices(gradient: fx.Node, ranges: tuple[Rows, ...], sizes: list) -> dict[in
     """By range, what takes it from the gradient of the logits; None: something takes more."""
     while len(gradient.users) == 1 and next(iter(gradient.users)).target in _PASSED_ON:
         gradient = next(iter(gradient.users))
-    number = {(rows.start, rows.end): index for index, rows in enumerate(ranges)}
+    number: dict[tuple[int, ...], int] = {(rows.start, rows.end): index for index, rows in enumerate(ranges)}
     found: dict[int, list[fx.Node]] = {}
     for user in gradient.users:
-        index = number.get(user.args[2:4]) if user.target is aten.slice.Tensor and user.args[1] == 1 else None
+        index = number.get(arguments_of(user)[2:4]) if user.target is aten.slice.Tensor and user.args[1] == 1 else None
         if index is None or user.meta["val"].shape != sizes[index]:
             return None
         found.setdefault(index, []).append(user)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zinf_fx.passes.ir.framework import arguments_of, operand
 from zinf_fx.passes.ir.rewriting import emit, emit_again, repeat_in_backward
 from zinf_fx.passes.tiling.weight_uses import Rows, Untileable, moved_dim
 
@@ -21,7 +22,7 @@ def terms_of(gradient: fx.Node) -> list[fx.Node]:
     while pending:  # a sum is as deep as there are uses
         node = pending.pop()
         if is_sum(node):
-            pending += reversed(node.args)
+            pending += reversed(arguments_of(node))
         else:
             found.append(node)
     return found
@@ -39,7 +40,7 @@ def check_term(term: fx.Node, dim: int = 0) -> list[fx.Node]:
         term, dim = pending.pop()
         if term.target in (aten.mm.default, aten.bmm.default):
             ranged = _ranged_operands(term, dim)
-            found += [untransposed(operand) if i in ranged else operand for i, operand in enumerate(term.args)]
+            found += [untransposed(a) if i in ranged else a for i, a in enumerate(arguments_of(term))]
         elif term.target is aten.embedding_dense_backward.default and dim == 0 and not term.args[4]:
             found += term.args[:2]
         else:
@@ -51,20 +52,20 @@ def _sources(term: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     """The first arguments of a term, and the dimensions along which its ranges are made from ranges of these. Raises:
     Untileable."""
     if is_sum(term):
-        return [(argument, dim) for argument in term.args]
+        return [(argument, dim) for argument in arguments_of(term)]
     source = _dim_of_input(term, dim)
     if source is None:
         what = str(term.target).removesuffix(".default")
         raise Untileable(
             f"its gradient comes from {what}" if term.op == "call_function" else "its gradient is an input"
         )
-    return [(term.args[0], source)]
+    return [(operand(term), source)]
 
 
 def untransposed(value: fx.Node) -> fx.Node:
     """The value that this is a transposition of."""
     while value.op == "call_function" and value.target in (aten.t.default, aten.transpose.int, aten.permute.default):
-        value = value.args[0]
+        value = operand(value)
     return value
 
 
@@ -79,7 +80,7 @@ def rows_of_term(term: fx.Node, rows: Rows, dim: int = 0) -> fx.Node:
             made.append(emit_again(term, *parts, *term.args[count:]))
         elif term.target in (aten.mm.default, aten.bmm.default):
             ranged = _ranged_operands(term, dim)
-            operands = [_rows_of_value(a, rows, dim) if i in ranged else a for i, a in enumerate(term.args)]
+            operands = [_rows_of_value(a, rows, dim) if i in ranged else a for i, a in enumerate(arguments_of(term))]
             made.append(emit_again(term, *operands))
         elif term.target is aten.embedding_dense_backward.default:
             made.append(_embedding_rows(term, rows))
@@ -96,7 +97,7 @@ def _ranged_operands(product: fx.Node, dim: int) -> tuple[int, ...]:
 
 
 def _embedding_rows(term: fx.Node, rows: Rows) -> fx.Node:
-    gradient, indices, _, padding, _ = term.args
+    gradient, indices, _, padding, _ = arguments_of(term)
     _, local = rows.indices(term, indices, _NO_ROW)
     if rows.start <= padding < rows.end:
         padded = repeat_in_backward(emit(term, aten.eq.Scalar, indices, padding))
@@ -107,7 +108,9 @@ def _embedding_rows(term: fx.Node, rows: Rows) -> fx.Node:
 def _rows_of_value(value: fx.Node, rows: Rows, dim: int) -> fx.Node:
     """A range of any value, of what it is a transposition of if it is one: so the whole is not transposed."""
     if value is not untransposed(value):
-        return emit_again(value, _rows_of_value(value.args[0], rows, _dim_of_input(value, dim)), *value.args[1:])
+        source = _dim_of_input(value, dim)
+        assert source is not None
+        return emit_again(value, _rows_of_value(operand(value), rows, source), *value.args[1:])
     return rows.of(value, value, dim)
 
 

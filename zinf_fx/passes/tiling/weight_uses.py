@@ -12,14 +12,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
 from zinf_fx import ops
+from zinf_fx.passes.ir.framework import arguments_of, operand
 from zinf_fx.passes.ir.rewriting import emit, emit_again, repeat_in_backward
 
 aten = torch.ops.aten
 
 _SAME_DIMS = {ops.dequantize, aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default}
-_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # position of the left operand
+_PRODUCTS: dict[Target, int] = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+}  # position of the left operand
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Use:
     def operands(self) -> tuple[fx.Node, fx.Node]:
         """Of a product, what is multiplied; of an embedding, the table and the indices."""
         first = _PRODUCTS.get(self.node.target, 0)
-        return self.node.args[first : first + 2]
+        return operand(self.node, first), operand(self.node, first + 1)
 
     @property
     def other(self) -> fx.Node:
@@ -100,7 +106,7 @@ def moved_dim(node: fx.Node, dim: int) -> int | None:
         return {one: other, other: one}.get(dim, dim)
     if node.target is aten.permute.default:
         count = node.meta["val"].dim()
-        return [d % count for d in node.args[1]].index(dim)
+        return [d % count for d in arguments_of(node)[1]].index(dim)
     return None
 
 
@@ -159,6 +165,7 @@ def _embedding(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
             part = emit(like, aten.where.self, mask, part, result)
         result = part
         ends.append(part)
+    assert result is not None
     return result, ends
 
 
@@ -192,12 +199,12 @@ def _product(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
         parts.append(part)
     if summed and dtype.itemsize <= 2:
         total = emit(like, aten._to_copy.default, total, dtype=dtype)
-    return total if summed else emit(like, aten.cat.default, parts, use.dim), parts
+    return emit(like, aten.cat.default, parts, use.dim) if total is None else total, parts
 
 
 def _addend(like: fx.Node, rows: Rows, dim: int, summed: bool) -> fx.Node:
     """The part of what an addmm adds that belongs to a range of its result."""
-    addend = like.args[0]
+    addend = operand(like)
     position = dim - 2 + addend.meta["val"].dim()
     if summed or position < 0 or addend.meta["val"].shape[position] == 1:
         return addend

@@ -212,7 +212,7 @@ def _header(plan: Plan) -> str:
     lines.append("budgets    " + (", ".join(budgets) or "none"))
     tile, pack = (in_words(size) if isinstance(size, int) else size for size in (config.tile, config.pack))
     frozen = f", frozen matrices {_formats(config.frozen_dtype)}" if config.frozen_dtype else ""
-    divided = f", {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    divided = f", {config.micro_batches} micro-batches" if config.micro_batch_count > 1 else ""
     if divided and config.micro_batch_group != 1:
         size = "" if config.micro_batch_group == "auto" else f"{config.micro_batch_group} "
         divided += f" by groups of {size}operators"
