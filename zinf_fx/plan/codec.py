@@ -98,7 +98,7 @@ def _reader(kind: Any) -> _Reader:
     if kind is Config:
         readers = dict.fromkeys(shared_options(), lambda value: value)
         return _object(readers | {"reduce_dtype": _reader(torch.dtype | None)}, readers, _config)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
         required = [name for name, default in defaults(kind).items() if default is MISSING]
         return _object({name: _reader(hints[name]) for name in defaults(kind)}, required, kind)

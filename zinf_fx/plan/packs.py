@@ -57,7 +57,7 @@ def has_own_memory(device: str) -> bool:
     return device not in IN_HOST_MEMORY
 
 
-def moves(tier: Tier, device: str) -> bool:
+def moves(tier: Tier | None, device: str) -> bool:
     """Whether what lives on a tier is brought to a device of this type from there."""
     return tier == "nvme" or (tier == "host" and has_own_memory(device))
 
@@ -65,7 +65,7 @@ def moves(tier: Tier, device: str) -> bool:
 def state_moves(placement: Placement, device: str, trained: bool) -> bool:
     """Whether a parameter with this placement, or what training keeps of one that is `trained`, moves to a device of
     this type, or away from it."""
-    states = (placement.parameters, *((placement.gradients, placement.optimizer) if trained else ()))
+    states: tuple[Tier, ...] = (placement.parameters, *((placement.gradients, placement.optimizer) if trained else ()))
     return any(moves(tier, device) for tier in states)
 
 

@@ -110,7 +110,7 @@ class Ranks:
         self._everyone_meets: Rendezvous | None = None
         self._within_meets: Rendezvous | None = None
         self._by_group: dict[dist.ProcessGroup, Rendezvous] = {}
-        if self.size > 1:
+        if everyone is not None and self.size > 1:
             for group in filter(None, (everyone, within, across)):
                 self._by_group[group] = Rendezvous.of(group, timeout)
             self._everyone_meets = self._by_group[everyone]
@@ -126,19 +126,20 @@ class Ranks:
         group: Any = config.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if config.mesh is not None:
-            group = config.mesh.get_group(config.mesh.ndim - 1)
+        mesh: Any = config.mesh
+        if mesh is not None:
+            group = mesh.get_group(mesh.ndim - 1)
         if group is None:
             return ALONE
         if dist.get_rank(group) < 0:
             raise ConfigError("process_group is one that this process is not in: give each rank a group of its own")
-        across = config.mesh.get_group(0) if config.mesh is not None and config.mesh.ndim == 2 else None
+        across = mesh.get_group(0) if mesh is not None and mesh.ndim == 2 else None
         nothing_partitioned = config.placement != "auto" and config.placement.stage == 0
         key = (config.collective_timeout, nothing_partitioned, across)
         with cls._lock:
             known = cls._known.setdefault(group, {})
             if key not in known:
-                everyone = group if across is None else _all_of(config.mesh)
+                everyone = group if across is None else _all_of(mesh)
                 groups = (None, everyone) if nothing_partitioned else (group, across)
                 known[key] = cls(everyone, config.collective_timeout, *groups)
             return known[key]
@@ -147,7 +148,7 @@ class Ranks:
     def _let_go_of_destroyed(cls) -> None:
         """Forget ranks whose group torch.distributed has no more: they have another group, a thread and sockets."""
         with cls._lock:
-            destroyed = [cls._known.pop(group) for group in list(cls._known) if not _is_known(group)]
+            destroyed: list[object] = [cls._known.pop(group) for group in list(cls._known) if not _is_known(group)]
             for group in [group for group in list(Rendezvous.known) if not _is_known(group)]:
                 destroyed.append(Rendezvous.known.pop(group))
         del destroyed  # without the lock
@@ -170,7 +171,7 @@ class Ranks:
                 self.sent_bytes += (self.shards - 1) * shard.nbytes
                 if shard.data_ptr() != full.data_ptr():
                     full.copy_(shard)
-            source = dist.get_global_rank(self._within, owner)
+            source = _global_rank(self._within, owner)
             return self._start("allgather", f"broadcast of {what}", full, dist.broadcast, self._within, full, source)
         self.sent_bytes += (self.shards - 1) * shard.nbytes
         octets = (one.view(-1).view(torch.uint8) for one in (full, shard))  # collectives don't have all dtypes
@@ -179,7 +180,7 @@ class Ranks:
     def reduce(self, full: torch.Tensor, what: str, owner: int) -> Collective:
         """Start to sum `full` of every rank of the group, in place, to its owner; the others' values are lost."""
         self.sent_bytes += 0 if self.shard == owner else full.nbytes
-        target = dist.get_global_rank(self._within, owner)
+        target = _global_rank(self._within, owner)
         return self._start("reduce_scatter", f"reduction of {what}", full, dist.reduce, self._within, full, target)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Collective:
@@ -227,7 +228,7 @@ class Ranks:
             if stride == 0:  # of an expanded tensor, each element once
                 value = value.narrow(dim, 0, 1)
         flat = value.contiguous()
-        source = dist.get_global_rank(group, 0)
+        source = _global_rank(group, 0)
         octets = flat.view(-1).view(torch.uint8)
         self._start(None, f"broadcast of {what}", flat, dist.broadcast, group, octets, source).wait()
         if flat is not value:
@@ -269,6 +270,7 @@ class Ranks:
     def alike(self, numbers: Sequence[int], what: str) -> list[bool]:
         """Whether each of the numbers, below 2**63, is the same on all ranks, of which there are several. Raises:
         RanksError, as a collective."""
+        assert self._everyone_meets is not None
         return self._everyone_meets.compare(numbers, f"comparison of {what}", self.timeout)
 
     def meet(self, what: str) -> None:
@@ -283,12 +285,13 @@ class Ranks:
         what: str,
         moved: torch.Tensor,
         collective: Callable[..., dist.Work | None],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *arguments: Any,
         afterwards: Callable[[], object] | None = None,
     ) -> Collective:
         """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`.
         `afterwards`: what is left to do when it is over."""
+        assert group is not None  # there are several ranks
         rendezvous = self._by_group[group]
         number = rendezvous.begin(what)
         note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)
@@ -305,6 +308,11 @@ def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
+def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    assert group is not None
+    return dist.get_global_rank(group, rank)
+
+
 def _is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed."""
     try:
@@ -318,8 +326,11 @@ def _all_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     """The ranks of a mesh, as one group."""
     members = sorted(mesh.mesh.flatten().tolist())
     if len(members) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(members, use_local_synchronization=True)
+        group = dist.group.WORLD
+    else:
+        group = dist.new_group(members, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # for this process is a member
+    return group
 
 
 ALONE = Ranks(None, 1.0)

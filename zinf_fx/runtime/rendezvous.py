@@ -182,7 +182,7 @@ class Rendezvous:
             self._agreement = self._connected(what, timeout)
         number = self._next(self._exchanged, what)
         room = [torch.empty_like(mine) for _ in range(self._size)]
-        work = self._agreement.allgather([room], [mine])
+        work = self._agreement.allgather([room], [mine])  # pyright: ignore[reportAttributeAccessIssue]  (not in stubs)
         self._wait_for(work, self._exchanged, number, what, timeout)
         return room
 
@@ -348,8 +348,9 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: float) -> tu
             store.set(f"{name}/came/{rank}", "")
             store.add(f"{name}/came", 1)
         if came and _all_came(store, name, size):
-            (found,) = _texts(store, ["welcome"])
-            return name, [Process(*json.loads(hello)[1]) for hello in json.loads(found)[1]]
+            found = _texts(store, ["welcome"])
+            assert found is not None
+            return name, [Process(*json.loads(hello)[1]) for hello in json.loads(found[0])[1]]
     absent = [other for other in range(size) if other != rank and not (name and store.check([f"{name}/came/{other}"]))]
     who = f"rank(s) {', '.join(map(str, absent))}" if name else "rank 0, or another one,"
     raise RanksError(

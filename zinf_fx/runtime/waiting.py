@@ -55,7 +55,7 @@ class Waiting:
     def run(self) -> None:
         """Repeat the call, in this thread."""
         try:
-            while not (self._given_up or self._call()):
+            while not (self._given_up or self._call is None or self._call()):
                 pass
         except BaseException as error:
             self.error = error

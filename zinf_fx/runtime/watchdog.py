@@ -264,7 +264,10 @@ class Watchdog:
             return ""
         number, asked, started, group, what = self._store.get("blocked").decode().split(" ", 4)
         for_this = (int(number), int(asked)) == (self._arrived, dist.get_rank())
-        return what if for_this and _started(_resolve_process_group(group)) < int(started) else ""
+        if not for_this:
+            return ""
+        known = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]  (a NewType of torch's)
+        return what if _started(known) < int(started) else ""
 
     def _threads_left(self) -> list[int]:
         """Return the threads that have come to a rendezvous and have not ended: no other one comes to the next."""
@@ -297,7 +300,7 @@ class Watchdog:
         """Return the collective this rank is in, which needs the global rank `waiting`: what `ask` reads; or
         nothing."""
         threads = self._threads_left()
-        frame = sys._current_frames().get(*threads) if len(threads) == 1 else None
+        frame = sys._current_frames().get(threads[0]) if len(threads) == 1 else None
         while frame is not None and not _is_collective(frame):
             frame = frame.f_back
         if frame is None:
@@ -325,7 +328,7 @@ def _is_collective(frame: FrameType) -> bool:
 def _started(group: dist.ProcessGroup) -> int:
     """Return how many collectives this rank has started in a group; 0 where its backend doesn't count."""
     try:
-        return group._get_sequence_number_for_group()
+        return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]  (not in stubs)
     except RuntimeError:
         return 0
 

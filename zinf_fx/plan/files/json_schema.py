@@ -51,7 +51,7 @@ def _of_dataclass(kind: type, kinds: dict[str, Any]) -> dict[str, Any]:
 
 def _of(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
     """A value's schema; a dataclass is described once, among `kinds`."""
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         name = kind.__name__
         if name not in kinds:
             kinds[name] = {}  # its place, in the order of use

@@ -9,7 +9,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
@@ -52,7 +52,7 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def _endurance(value: object, name: str) -> int | None:
+def _endurance(value: Any, name: str) -> int | None:
     return None if value == "unknown" else parse_bytes(value, name)
 
 

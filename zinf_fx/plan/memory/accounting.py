@@ -223,12 +223,12 @@ def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> lis
 
 def _chunk(on_device: bool, pieces: list[tuple[Update, int, int]]) -> Chunk:
     """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
-    sums = []
+    sums: dict[str, int] = {}
     for name in ("elements", "states", "read", "written", "gradients", "codes", "splits"):
         whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
-        sums.append(sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole))
+        sums[name] = sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole)
     ends = (update.name for update, _, stop in pieces if stop == update.elements)
-    return Chunk(on_device, *sums, tuple(update.name for update, *_ in pieces), tuple(ends))
+    return Chunk(on_device, **sums, names=tuple(update.name for update, *_ in pieces), ends=tuple(ends))
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:

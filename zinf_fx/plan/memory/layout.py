@@ -38,6 +38,7 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
             left = limit - host_states(plan).total - pack(tiles, clock.end).nbytes - few
             count = min(count, CHUNKS + left // (more - few))
         forms = [(count, whole, clock.always)] * (count > CHUNKS) + forms
+    chunks, host, elements = [], pack([], clock.end), whole
     for count, elements, beside in forms:
         chunks = chunk_buffers_of(plan, beside, elements, count)
         host = pack([*chunks, *tiles], clock.end, bottom=len(chunks))

@@ -48,6 +48,7 @@ def pack(buffers: Sequence[PlannedBuffer], end: int, bottom: int = 0) -> Packing
             # What lies highest comes first in the next try.
             highest = {n for n in rest if found.offsets[n] + buffers[n].nbytes == found.nbytes}
             order = [*sorted(highest), *(n for n in order if n not in highest)]
+    assert best is not None
     return best
 
 

@@ -42,11 +42,12 @@ def _places(plan: Plan, buffers: Iterable[PlannedBuffer]) -> list[_Place]:
     found = []
     for buffer in buffers:
         offsets = {plan.graphs[at.graph].events[at.number].offset for at in buffer.takers}
-        if len(offsets) != 1 or None in offsets:
+        known = [offset for offset in offsets if offset is not None]
+        if len(offsets) != 1 or not known:
             _fail(
                 "each buffer has one offset", f"the {buffer.what} of '{buffer.label}' has {sorted(map(str, offsets))}"
             )
-        found.append(_Place(offsets.pop(), buffer))
+        found.append(_Place(known[0], buffer))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple
 
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
@@ -81,7 +80,8 @@ def living_on(tier: Tier, tiles: Collection[Tile], stage: int) -> HostUse:
     )
 
 
-class ChunkBuffers(NamedTuple):
+@dataclass(frozen=True)
+class ChunkBuffers:
     """Of an optimizer's step: the elements of a chunk, and bytes of buffers.
 
     `opened` from its beginning on, for the fp32 scratch, a chunk under update and those that follow it; `later` for the

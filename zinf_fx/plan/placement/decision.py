@@ -164,8 +164,8 @@ def decide(
     except ZinfError as error:
         return decided(chosen.placement, f"{_ALONE}: no step can be simulated, because {error}")
     fitting = [one for one in candidates if not one.refused]
-    chosen, fastest = fitting[0], min(fitting, key=lambda one: one.seconds)
-    if fastest.seconds < (1 - _TIE) * chosen.seconds:
+    chosen, fastest = fitting[0], min(fitting, key=_seconds_of)
+    if _seconds_of(fastest) < (1 - _TIE) * _seconds_of(chosen):
         slower = f"with the choice of section 7.1's rule, which takes {chosen.seconds:.4g} s"
         return decided(fastest.placement, f"a simulated step takes {fastest.seconds:.4g} s, less than {slower}")
     none_faster = f"of {len(fitting) - 1} near its choice that fit, none is simulated to be over {_TIE:.0%} faster"
@@ -174,8 +174,13 @@ def decide(
     )
 
 
+def _seconds_of(candidate: Candidate) -> float:
+    assert candidate.seconds is not None
+    return candidate.seconds
+
+
 def _until_one_fits(
-    considered: Callable[[Placement], Candidate], sizes: Sizes, rooms: Rooms
+    considered: Callable[[Placement | PlacementRules], Candidate], sizes: Sizes, rooms: Rooms
 ) -> tuple[list[Candidate], Rooms]:
     """What the rule chooses while its choices don't fit as plans, and the first that does; and the rooms for that.
 
@@ -193,7 +198,9 @@ def _until_one_fits(
     return candidates, rooms
 
 
-def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes, config: Config, rooms: Rooms) -> int:
+def _activations(
+    plans_with: Callable[[Placement | PlacementRules], Sequence[Plan]], sizes: Sizes, config: Config, rooms: Rooms
+) -> int:
     """Bytes beside the states: those that are saved for backward and live where the placement says, and those that no
     plan moves; none where the policy of activations decides what is saved."""
     if config.activations in ("offload", "auto"):
@@ -212,7 +219,7 @@ def _activations(plans_with: Callable[[Placement], Sequence[Plan]], sizes: Sizes
 def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: Rooms) -> Candidate:
     """What a rank needs of each memory, and whether there is as much."""
     each = [needed_by(plan, there) for plan in plans]
-    needed = {tier: max((one[tier] for one in each), default=0) for tier in TIERS}
+    needed: dict[Tier, int] = {tier: max((one[tier] for one in each), default=0) for tier in TIERS}
     exceeded, refused = exceeding(needed, there) or (None, "")
     return Candidate(placement, **needed, refused=refused, exceeded=exceeded)
 
@@ -253,13 +260,14 @@ def _smaller(rooms: Rooms, refused: Candidate, sizes: Sizes) -> Rooms:
     """
     living = bytes_by_tier(refused.placement, sizes)
     tier = "device" if refused.exceeded == "host" and not rooms.host else refused.exceeded
+    assert tier is not None
     if not living[tier]:
         raise BudgetError(f"placement 'auto' finds none that fits: without any state, {tier} memory is too small")
     return replace(rooms, **{tier: living[tier] - 1})
 
 
 def _simulated(
-    candidate: Candidate, plans_with: Callable[[Placement], Sequence[Plan]], hardware: Hardware
+    candidate: Candidate, plans_with: Callable[[Placement | PlacementRules], Sequence[Plan]], hardware: Hardware
 ) -> Candidate:
     plans = plans_with(candidate.placement)
     steps = (simulate_plan(plan, hardware) for plan in plans)

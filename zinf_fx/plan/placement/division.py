@@ -120,7 +120,7 @@ def decide_division(
     considered: list[Divided] = []
     fitting: list[Divided] = []
     for count, groups in options.items():
-        least = min((one.seconds for one in fitting), default=math.inf)
+        least = min(map(_seconds_of, fitting), default=math.inf)
         for group in groups:
             one, plan = _considered(plan_with, count, group, there)
             if plan is not None:
@@ -131,19 +131,24 @@ def decide_division(
                     return Division(one, hardware.name, (*considered, one), reason)
                 fitting.append(one)
             considered.append(one)
-        if fitting and min(one.seconds for one in fitting) >= (1 - _TIE) * least:
+        if fitting and min(map(_seconds_of, fitting)) >= (1 - _TIE) * least:
             break
     if not fitting:
         tried = [f"{one}: {one.refused}" for one in considered]
         message = f"micro_batches 'auto' finds none with which a step fits. With {tried[0]}"
         raise BudgetError("\n  ".join([f"{message}\nTried:", *tried]))
-    least = min(one.seconds for one in fitting)
-    near = [one for one in fitting if one.seconds <= (1 + _TIE) * least]
+    least = min(map(_seconds_of, fitting))
+    near = [one for one in fitting if _seconds_of(one) <= (1 + _TIE) * least]
     chosen = min(near, key=lambda one: (one.micro_batches, one.device + one.host))
     reason = f"{chosen}, with which a simulated step takes {chosen.seconds:.4g} s"
     if chosen.micro_batches > min(options):
         reason += "; fewer don't fit" if chosen.micro_batches == fitting[0].micro_batches else "; fewer take longer"
     return Division(chosen, hardware.name, tuple(considered), reason)
+
+
+def _seconds_of(divided: Divided) -> float:
+    assert divided.seconds is not None
+    return divided.seconds
 
 
 def _considered(

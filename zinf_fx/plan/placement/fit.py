@@ -42,7 +42,7 @@ def fit_of(plan: Plan, hardware: Hardware) -> Fit:
     there = capacities(hardware, plan.world_size)
     values, needed = needed_with_values(plan, there)
     found = exceeding(needed, there)
-    memories = {
+    memories: dict[Tier, MemoryFit] = {
         tier: MemoryFit(nbytes, values if tier == "device" else 0, getattr(there, tier))
         for tier, nbytes in needed.items()
         if tier != "host" or there.host

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any, cast
 
 from zinf_fx.config import Config
 from zinf_fx.errors import BudgetError
@@ -127,7 +128,9 @@ def placements_near(
 def tier_of(state: str, placement: Placement | PlacementRules) -> Tier:
     """Where a state lives; `frozen`: where parameters do that don't train."""
     frozen = placement.frozen if isinstance(placement, PlacementRules) else None
-    return (frozen or placement.parameters) if state == "frozen" else getattr(placement, state)
+    if state == "frozen":
+        return frozen or cast("Tier", placement.parameters)  # which has no rules here
+    return getattr(placement, state)
 
 
 def bytes_by_tier(tiers: Mapping[str, Tier] | Placement | PlacementRules, sizes: Sizes) -> dict[Tier, int]:
@@ -143,15 +146,18 @@ def fits(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
 
 
 def _placement(tiers: Mapping[str, Tier]) -> Placement | PlacementRules:
-    others = {state: tier for state, tier in tiers.items() if state != "frozen"}
+    others: dict[str, Any] = {state: tier for state, tier in tiers.items() if state != "frozen"}
     if tiers.get("frozen", tiers["parameters"]) == tiers["parameters"]:
         return Placement(**others)
     return PlacementRules(**others, frozen=tiers["frozen"])
 
 
 def _could_be_faster(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
-    faster = ((state, other) for state, tier in tiers.items() for other in TIERS[: TIERS.index(tier)])
-    return any(fits({**tiers, state: other}, sizes, rooms) for state, other in faster)
+    return any(
+        fits({**tiers, state: faster}, sizes, rooms)
+        for state, tier in tiers.items()
+        for faster in TIERS[: TIERS.index(tier)]
+    )
 
 
 def _placed(leaving: Sequence[str], sizes: Sizes, rooms: Rooms) -> dict[str, Tier] | None:
@@ -161,7 +167,7 @@ def _placed(leaving: Sequence[str], sizes: Sizes, rooms: Rooms) -> dict[str, Tie
     there = asdict(rooms)
     for state in leaving:
         taken = bytes_by_tier(tiers, sizes)
-        room = (tier for tier in TIERS[1:] if taken[tier] + sizes.by_state[state] <= there[tier])
+        room: Iterator[Tier] = (tier for tier in TIERS[1:] if taken[tier] + sizes.by_state[state] <= there[tier])
         tier = next(room, None)
         if tier is None:
             return None

@@ -98,8 +98,9 @@ class Curve:
         """
         if not self.peak:
             return ""
-        height = max(self.peak, self.budget if self.budget_in_sight else 0)
-        at_budget = min(self.budget * rows // height, rows - 1) if self.budget_in_sight else None
+        budget = self.budget if self.budget_in_sight else None
+        height = max(self.peak, budget or 0)
+        at_budget = None if budget is None else min(budget * rows // height, rows - 1)
         groups = self._columns(max(width - _MARGIN - 2 - _BUDGET_ROOM, 1))
         filled = [max(self.values[i] for i in group) for group in groups]
         tops = self._tops()
@@ -112,7 +113,9 @@ class Curve:
                 _cell(glyphs, low * rows, top * rows, height, row, empty)
                 for low, top in zip(filled, stacked, strict=True)
             ]
-            text = "".join(cells) + (_BUDGET.format(in_words(self.budget)) if row == at_budget else "")
+            text = "".join(cells) + (
+                _BUDGET.format(in_words(budget)) if budget is not None and row == at_budget else ""
+            )
             lines.append(f"{label:>{_MARGIN}} {glyphs.side}{text}")
         lines.append(f"{'0':>{_MARGIN}} {glyphs.corner}{glyphs.floor * len(groups)}")
         lines.append(" " * (_MARGIN + 2) + self._axis(groups))

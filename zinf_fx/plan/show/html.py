@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from operator import itemgetter
+from typing import Any
 
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
@@ -26,16 +27,16 @@ def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) 
     }
     # Nothing in the data may end the element that it stands in.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return files(__package__).joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
+    return files("zinf_fx.plan.show").joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
 
 
-def _placed(found: Sequence[Slice]) -> list[dict[str, object]]:
+def _placed(found: Sequence[Slice]) -> list[dict[str, Any]]:
     """Slices in the order of their start, each with the numbers of its lane and of its row in it: those that are under
     way at once lie in rows of their own."""
     by_lane: dict[str, list[Slice]] = {lane: [] for lane in LANES}
     for one in found:
         by_lane[one.lane].append(one)
-    placed = [
+    placed: list[dict[str, Any]] = [
         asdict(one) | {"lane": lane, "row": row}
         for lane, of_lane in enumerate(by_lane.values())
         for row, in_row in enumerate(in_rows(of_lane))

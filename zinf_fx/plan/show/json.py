@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: 
 
 
 def _object(plan: Plan) -> dict[str, object]:
-    data = asdict(plan) | {"checkpoint": asdict(checkpoint_sizes(plan))}
+    data: dict[str, Any] = asdict(plan) | {"checkpoint": asdict(checkpoint_sizes(plan))}
     for found, graph in zip(data["graphs"], plan.graphs, strict=True):
         both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
         found["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]

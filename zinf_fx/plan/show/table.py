@@ -79,6 +79,7 @@ def _graph(plan: Plan, graph: GraphSchedule, names: GraphNames, width: int, want
     unit, nbytes = next((unit for unit in _UNITS.items() if largest < 10_000 * unit[1]), ("GiB", _UNITS["GiB"]))
     heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
     header = list(zip(*heads, ("", "host"), strict=True))
+    lines: list[list[str]] = []
     for limit, detailed in _CELLS:
         lines = [
             [
@@ -115,7 +116,7 @@ def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
         if event.kind in TRANSFERS:
             if live_range is None or live_range.found != "kept":
                 found[position] = event.kind
-        elif event.kind == "release" and live_range.kept:
+        elif event.kind == "release" and live_range is not None and live_range.kept:
             if not lifetimes.is_always_kept(live_range.tile):
                 found[position] = "keep"
         else:

@@ -196,7 +196,7 @@ class _Builder:
             for position, event in graph.numbered(operator):
                 live_range = lifetimes.live_range_of(number, position)
                 if event.kind == "wait":
-                    waits += self._bringing.get(live_range, ())
+                    waits += () if live_range is None else self._bringing.get(live_range, ())
                 elif event.kind in TRANSFERS:
                     if live_range is not None and not live_range.is_under_way(event.kind, number):
                         self._bring(event.kind, live_range, graph.tiles[event.tile])
@@ -233,15 +233,17 @@ class _Builder:
         before += self._writes[number - together] if number > together - 1 else ()
         early = self._early.get(number, 0)
         resource, seconds = self._updated_by(chunk)
-        more = {"parameters": chunk.names}
+        names = chunk.names
         if read := self._disk(chunk.read - early, 0):
-            before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early, **more),)
+            before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early, parameters=names),)
         last = self._updates[-1] if self._updates else ()
-        update = self._add(f"update {number}", resource, seconds, (*last, *before), chunk.states, **more)
+        update = self._add(f"update {number}", resource, seconds, (*last, *before), chunk.states, parameters=names)
         self._updates.append((update,))
         self._writes.append(self._updates[-1])
         if write := self._disk(0, chunk.written):
-            job = self._add(f"write_states {number}", "disk", write, (update,), chunk.written, writes=True, **more)
+            job = self._add(
+                f"write_states {number}", "disk", write, (update,), chunk.written, writes=True, parameters=names
+            )
             self._writes[-1] = (job,)
         self._updated |= dict.fromkeys(chunk.ends, (self._updates[-1], self._writes[-1]))
 
@@ -345,6 +347,7 @@ class _Builder:
         hardware, after = self._hardware, (*self._program, *self._leaving.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
             adding, read_after = self._adding, after
+            assert adding is not None
             if (early := adding.behind[len(adding.programs)]) is not None:
                 read_after = (*adding.programs[early], *adding.written.get(tile.label, ()))
             after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), read_after, stored))

@@ -51,7 +51,7 @@ def refusals(operation: str, path: Path, otherwise: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(operation, path, HINTS.get(error.errno, otherwise), errno=error.errno) from error
+        raise StoreError(operation, path, HINTS.get(error.errno or 0, otherwise), errno=error.errno) from error
 
 
 def make_default(config: Config) -> None:

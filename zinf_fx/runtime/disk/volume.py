@@ -64,7 +64,7 @@ class Volume(DataFile):
                 log.warning(text, len(left), how)
 
     @property
-    def in_use(self) -> int:
+    def in_use(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  (read alone)
         """Bytes taken."""
         return self._space.in_use
 

@@ -32,7 +32,7 @@ def memory_of_file(directory: Path, nbytes: int) -> mmap.mmap:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
-        hint = _HINTS.get(error.errno, "no file to map")
+        hint = _HINTS.get(error.errno or 0, "no file to map")
         raise StoreError("map", directory, hint, length=nbytes, errno=error.errno) from error
 
 
