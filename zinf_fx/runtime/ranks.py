@@ -139,7 +139,7 @@ class Ranks:
         with cls._lock:
             known = cls._known.setdefault(group, {})
             if key not in known:
-                everyone = group if across is None else _all_of(mesh)
+                everyone = group if across is None or mesh is None else _all_of(mesh)
                 groups = (None, everyone) if nothing_partitioned else (group, across)
                 known[key] = cls(everyone, config.collective_timeout, *groups)
             return known[key]

@@ -21,7 +21,7 @@ class DataFile(abc.ABC):
     """A data file at `path`, in a scratch directory.
 
     Attributes:
-        file: for transfers; None before it is open.
+        file: for transfers, once it is open.
         size: of the file in bytes.
         in_use: bytes of it that are extents.
         links: other names of the file, whose bytes stay when the store is gone.
@@ -31,7 +31,7 @@ class DataFile(abc.ABC):
 
     def __init__(self, scratch: Scratch, name: str) -> None:
         self.path = scratch.path / name
-        self.file: File | None = None
+        self._file: File | None = None
         self.size = 0
         self.links = Links(self.path)
         self._scratch = scratch
@@ -42,7 +42,12 @@ class DataFile(abc.ABC):
         self._descriptors.append(plain)
         direct = reopen(plain, engine.provider)
         self._descriptors.append(direct)
-        self.file = engine.attach(direct, self.path, alignment=PAGE)
+        self._file = engine.attach(direct, self.path, alignment=PAGE)
+
+    @property
+    def file(self) -> File:
+        assert self._file is not None
+        return self._file
 
     @property
     def descriptor(self) -> int:
@@ -71,8 +76,8 @@ class DataFile(abc.ABC):
 
     def detach(self) -> None:
         """Waits for what is under way. A forked child leaves it alone."""
-        if self.file is not None:
-            self.file.detach()
+        if self._file is not None:
+            self._file.detach()
 
     def remove(self) -> None:
         """Closes the file, which is detached from the engine, and gives back what no other name is there for. In a

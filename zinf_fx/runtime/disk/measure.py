@@ -155,7 +155,6 @@ class Trial:
     def _submit(self, kind: int, memory: torch.Tensor, offset: int) -> FileTicket:
         """Start to move a block at so many bytes from the file's beginning."""
         where, page = self._start + offset, offset // PAGE
-        assert self._volume.file is not None
         return self._volume.file.submit(kind, memory.data_ptr(), where, self.block, sums=self._sums, first_page=page)
 
     def _requests(self, operation: Operation) -> Iterator[tuple[int, int]]:

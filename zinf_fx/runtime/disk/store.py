@@ -14,7 +14,7 @@ from pathlib import Path
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, IoCounters, PageSums
-from zinf_fx.runtime.disk.data_file import DataFile
+from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
 from zinf_fx.runtime.disk.measure import weights_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
@@ -161,7 +161,9 @@ class Store:
         capacity = blocks(nbytes)
         self._live[sums.generation] = capacity
         for run in runs(places, unit, 0, capacity):
-            self.files[run.volume].take_over(run.nbytes)
+            file = self.files[run.volume]
+            assert isinstance(file, AdoptedFile)
+            file.take_over(run.nbytes)
         return Extent(nbytes, capacity, unit, places, sums.generation, sums if self.checksum else None)
 
     def new_sums(self, nbytes: int) -> PageSums:
