@@ -47,7 +47,7 @@ class Pace:
     Without a bandwidth, it goes on for SHARE of the time while others move bytes, and all the time while nobody does.
     """
 
-    def __init__(self, moved_by_others: Callable[[], int], bandwidth: int | None = None) -> None:
+    def __init__(self, moved_by_others: Callable[[], int], bandwidth: float | None = None) -> None:
         """`moved_by_others`: bytes so far; `bandwidth`: bytes per second that are copied at most."""
         self._moved_by_others, self._bandwidth = moved_by_others, bandwidth
         self._seen, self._seen_at = moved_by_others(), -_REMEMBERED
@@ -102,6 +102,7 @@ class CopyBehind:
 
     def _run(self) -> None:
         complete, self._complete = self._complete, None
+        assert complete is not None
         try:
             complete()
         except BaseException as error:
@@ -123,7 +124,8 @@ class HeldSave:
         """Raises: TooLargeError; CheckpointError for what can't be saved."""
         self._save, self.failure = save, None
         self._parts: Parts | None = {
-            name: part if isinstance(part, OptimizerPart) else HeldPart(part) for name, part in parts.items()
+            name: part if isinstance(part, (OptimizerPart, HeldPart)) else HeldPart(part)
+            for name, part in parts.items()
         }
         for part in self._parts.values():
             if isinstance(part, OptimizerPart):
@@ -172,7 +174,9 @@ def held(parts: Parts, save: Callable[[Parts], object]) -> HeldSave | None:
     streamed = streamed_in(parts)
     if all_ranks().size > 1 or len(streamed) < len(optimizers) or any(one.step_in_backward for one in streamed):
         return None
-    if not any(_goes_on(one) for one in streamed) or parts[GradientsPart.name].is_filled:
+    gradients = parts[GradientsPart.name]
+    assert isinstance(gradients, GradientsPart)
+    if not any(_goes_on(one) for one in streamed) or gradients.is_filled:
         return None
     try:
         return HeldSave(parts, save)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -210,25 +210,28 @@ class UnreadElements(UnreadBox):
     """A box of the values of a saved tensor. One with all of them has the methods of torch.distributed.checkpoint's
     protocol `_Checkpointable`, which divides it into boxes: those that lie within a piece each, or of some rows."""
 
+    _pieces: Pieces
+    _saved_values: Values
+
     @staticmethod
-    def __new__(cls, pieces: Pieces, values: Values, box: Box) -> UnreadElements:
+    def __new__(cls, pieces: Pieces, values: Values, box: Box) -> Self:
         elements = UnreadBox.__new__(cls, values.dtype, box)
-        elements._pieces, elements._values = pieces, values
+        elements._pieces, elements._saved_values = pieces, values
         return elements
 
     def value(self) -> torch.Tensor:
         """The elements. Raises: CheckpointError, StoreError."""
-        saved, source = self._values.saved, self._values.source(self._box)
+        saved, source = self._saved_values.saved, self._saved_values.source(self._box)
         mine = range(source.numel)
         found = own_memory(len(mine) * saved.dtype.itemsize).view(saved.dtype)
         for box, piece in needed_for(saved, source, mine) if mine else ():
             read = self._pieces.read(saved, piece)
             copy_common(found, source, mine, read, box, piece.elements)
         self._pieces.report(found.nbytes)
-        return self._values.made_of(found).view(self._box.shape)
+        return self._saved_values.made_of(found).view(self._box.shape)
 
     def _of(self, box: Box) -> UnreadElements:
-        return UnreadElements(self._pieces, self._values, box)
+        return UnreadElements(self._pieces, self._saved_values, box)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         """One for each box."""
@@ -240,12 +243,13 @@ class UnreadElements(UnreadBox):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The box that begins there."""
+        assert index.offset is not None
         return self._of(self._boxes[tuple(index.offset)])
 
     @cached_property
     def _boxes(self) -> dict[tuple[int, ...], Box]:
         """By where they begin."""
-        return {box.offsets: box for box in self._values.boxes}
+        return {box.offsets: box for box in self._saved_values.boxes}
 
 
 def convertible(manifest: Manifest) -> list[str]:

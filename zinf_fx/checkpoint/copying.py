@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from zinf_fx.interrupts import let_through
 from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.optim.elements import open_window
 from zinf_fx.plan.intervals import merged
+from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.leases import Ticket
@@ -36,7 +37,7 @@ from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
-from zinf_fx.runtime.tensor.windows import Window
+from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 from zinf_fx.sizes import PAGE, PIECE, blocks, pieces_of
 
 
@@ -52,6 +53,7 @@ class Read:
         """The elements, 1-D. Raises: StoreError."""
         if self._ticket is not None:
             self._ticket.wait()
+        assert self._memory is not None
         return self._memory
 
     def close(self) -> None:
@@ -121,6 +123,19 @@ class Holding:
         return (id(self.tensor),) if not self.tensor.numel() else (*place, *what)
 
     @property
+    def storage(self) -> TensorStorage:
+        """That of a stored tensor."""
+        assert isinstance(self.tensor, StoredTensor)
+        return self.tensor.storage
+
+    @property
+    def in_store(self) -> CopyOnWrite:
+        """Where a tensor lives whose bytes are in the store, and are this training's."""
+        allocation = self.allocation
+        assert allocation is not None and isinstance(allocation.in_store, CopyOnWrite)
+        return allocation.in_store
+
+    @property
     def tiers(self) -> Tiers | None:
         """Those of a stored tensor."""
         return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
@@ -151,12 +166,12 @@ class Holding:
         tiers = self.tiers
         if tiers is not None:
             planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
-            nbytes = min(nbytes, self.tensor.storage.config.chunk, planned or nbytes)
+            nbytes = min(nbytes, self.storage.config.chunk, planned or nbytes)
         return pieces_of(elements, self.dtype.itemsize, nbytes)
 
     def in_home(self, elements: range) -> range:
         """The bytes of their allocation that consecutive elements of a stored tensor are."""
-        storage, itemsize = self.tensor.storage, self.dtype.itemsize
+        storage, itemsize = self.storage, self.dtype.itemsize
         first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
@@ -169,10 +184,12 @@ class Holding:
 
     def checksum(self, elements: range) -> int | None:
         """The CRC-32C of consecutive elements that are whole pages of the store, and not being written; else None."""
-        place = self.in_pages(elements)
-        return self.allocation.in_store.checksum(place.start, len(place)) if place and len(place) % PAGE == 0 else None
+        place, allocation = self.in_pages(elements), self.allocation
+        if not place or len(place) % PAGE or allocation is None or allocation.in_store is None:
+            return None
+        return allocation.in_store.checksum(place.start, len(place))
 
-    def read(self, elements: range) -> Window | Read:
+    def read(self, elements: range) -> Window | DeviceWindow | Read:
         """Start to read consecutive elements of one range to host memory. What is there already is used in place."""
         if isinstance(self.tensor, StoredTensor):
             return open_window(self.tensor.storage, CPU, elements.start, len(elements))
@@ -188,7 +205,7 @@ class Holding:
         """Memory for consecutive elements, all of which are set in the block, and then sent to where the tensor lives;
         few others are on their way to the store."""
         if isinstance(self.tensor, StoredTensor):
-            self.tiers.limit_writes(PIECE)
+            self.storage.usable_tiers().limit_writes(PIECE)
             window = open_window(self.tensor.storage, CPU, elements.start, len(elements), load=False)
             try:
                 yield window.wait()
@@ -313,7 +330,7 @@ class Transfer(NamedTuple, Generic[R, T]):
 
 def read_ahead(
     transfers: Iterable[Transfer[R, T]], most: int = IN_FLIGHT, make_room: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[R, T]]:
+) -> Generator[tuple[R, T], None, None]:
     """Start reads in their order, and give each as the first of those that are under way, with what it is.
 
     `most`: bytes that are under way at a time, if that is more than one read. `make_room` is called where a read finds
@@ -460,7 +477,7 @@ class FileRead:
 
 def read_pieces(
     files: Sequence[File], pieces: Iterable[tuple[SavedTensor, SavedPiece, T]]
-) -> Iterator[tuple[FileRead, T]]:
+) -> Generator[tuple[FileRead, T], None, None]:
     """Read pieces of data files, in order, each with what else is said of it. Neighbours share the read of a piece."""
     memory = PieceMemory()
     known: weakref.WeakValueDictionary[tuple[int, int], FileRead] = weakref.WeakValueDictionary()
@@ -484,16 +501,20 @@ class Target(Protocol):
     @property
     def box(self) -> Box:
         """Which elements of the tensor there are here."""
+        ...
 
     @property
     def held(self) -> list[range]:
         """Those that are wanted."""
+        ...
 
     def chunks(self, elements: range) -> list[range]:
         """Some of them, in parts that are read at a time."""
+        ...
 
     def overwritten(self, elements: range) -> AbstractContextManager[torch.Tensor]:
         """A block that sets a part in memory, from where it goes to where it belongs. The parts come in order."""
+        ...
 
 
 def fill(targets: Iterable[tuple[SavedTensor, Target]], files: Sequence[File], report: Callable[[int], object]) -> None:
@@ -541,7 +562,7 @@ def _start(piece: SavedPiece) -> int:
 
 
 @torch.no_grad()
-def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
     """All elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
 
     Of a tensor that several ranks have parts of, every rank asks for all pieces, and gets the same.
@@ -555,6 +576,7 @@ def values_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     with gathered(tensor) as value:
         value = value.full_tensor() if isinstance(value, DTensor) else value
+        assert isinstance(value, torch.Tensor)
         yield value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 

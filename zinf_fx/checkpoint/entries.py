@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx import cuda
 from zinf_fx.checkpoint.copying import Holding
@@ -46,6 +47,7 @@ class Part(Protocol):
 
     def collect(self, collected: Collected) -> dict[str, Any]:
         """Give all tensors; returns the plain values, as JSON has them. Raises: CheckpointError."""
+        ...
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
         """Find where what was saved belongs, and note what doesn't. Nothing is changed yet.
@@ -110,7 +112,7 @@ class Matching:
         self.rank, self.ranks, self.ranks_then = rank, ranks, ranks_then
         self.targets: list[tuple[SavedTensor, Holding]] = []
         self.begin: list[Callable[[], None]] = []
-        self.end: list[Callable[[], None]] = []
+        self.end: list[Callable[[], object]] = []
         self.differences: list[str] = []
         self._of_tensors: list[str] = []
         self.wanted: set[str] = set()
@@ -248,6 +250,7 @@ def _take_apart(
     if not (parts := made_of(tensor)):
         tensors[name] = tensor
         return
+    assert is_traceable_wrapper_subclass(tensor)
     composed[name] = [f"{type(tensor).__module__}.{type(tensor).__qualname__}", repr(tensor.__tensor_flatten__()[1])]
     for attribute, part in parts.items():
         _take_apart(part, f"{name}.{attribute}", tensors, composed)
@@ -368,38 +371,40 @@ class OptimizerPart:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _entry(
-        self, parameter: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any], matching: Matching
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], group: dict[str, Any], matching: Matching
     ) -> dict[str, Any]:
         """The state of a parameter, with tensors into which the saved ones are to be read. What this optimizer keeps in
         another form is read into tensors of the saved form, and converted when everything is there."""
         stored = stored_parameter(parameter)
-        is_streamed = stored is not None and isinstance(self.optimizer, Streamed)
+        optimizer = self.optimizer if stored is not None and isinstance(self.optimizer, Streamed) else None
         present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-        spaces = self.optimizer.reserved(stored, group) if is_streamed else present
+        spaces = present if stored is None or optimizer is None else optimizer.reserved(stored, group)
         others: dict[str, StoredTensor] = {}  # in the saved form
 
         def find(key: str, full_name: str) -> torch.Tensor:
             saved, space = matching.saved(full_name), spaces.get(key)
             kind = kind_of(key, entry)
             is_beside_one = kind is not None and key in map(companion_of, others)
-            if is_streamed and (is_beside_one or _is_in_another_form(space, saved)):
+            in_another_form = optimizer is not None and (is_beside_one or _is_in_another_form(space, saved))
+            if stored is not None and in_another_form:
                 others[key] = _in_form(stored, saved, kind)
                 matching.target(full_name, stored.shown(others[key]))
                 return others[key]
-            if not isinstance(space, torch.Tensor) or not (is_streamed or _alike(space, saved)):
+            if not isinstance(space, torch.Tensor) or not (optimizer is not None or _alike(space, saved)):
                 space = _like(parameter, saved)
             matching.target(full_name, space)
             return space
 
         states_first = sorted(entry, key=lambda key: kind_of(key, entry) is not None)
         found = {key: decode(entry[key], partial(find, key)) for key in states_first}
-        if others:
+        if stored is not None and others:
             matching.end.append(partial(self._convert, stored, others))
         mine = {name for key in others for name in (key, companion_of(key))} & spaces.keys()
         return {key: value for key, value in found.items() if key not in others} | {key: spaces[key] for key in mine}
 
     def _convert(self, parameter: StoredTensor, others: dict[str, StoredTensor]) -> None:
         """Take over states of a parameter that were saved in another form."""
+        assert isinstance(self.optimizer, Streamed)
         try:
             self.optimizer.take_entries({parameter: others})
         finally:
@@ -569,6 +574,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """All that is to be saved."""
+        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Be as what `state_dict` gave."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,11 +85,12 @@ def _write_configuration(model: torch.nn.Module, folder: Path) -> None:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
-    config = copy.copy(model.config)
+    described: Any = model
+    config = copy.copy(described.config)
     config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    if described.can_generate():
+        described.generation_config.save_pretrained(folder)
 
 
 WHOLE = "model.safetensors"
@@ -186,6 +188,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Raises: CheckpointError if anything failed."""
         if self._failure is not None:
+            assert self._path is not None
             with refusals("writing weights", self._path):
                 raise self._failure
 

@@ -321,7 +321,7 @@ class OpenFiles(Sequence[File]):
         self._engine = Engine(provider)
         self._open: OrderedDict[int, tuple[int, File]] = OrderedDict()
 
-    def __getitem__(self, number: int) -> File:
+    def __getitem__(self, number: int) -> File:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
         """The file. Raises: CheckpointError, StoreError when it can't be opened; OSError of one that makes room."""
         if number not in self._open:
             while len(self._open) >= AT_ONCE:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zinf_fx.checkpoint.catalog import Found
 from zinf_fx.checkpoint.files import FILES, LOCK, locked, refusals, sync
-from zinf_fx.checkpoint.manifest import MANIFEST, is_data, is_link, leftovers, manifest_in, manifest_of
+from zinf_fx.checkpoint.manifest import MANIFEST, Manifest, is_data, is_link, leftovers, manifest_in, manifest_of
 from zinf_fx.errors import CheckpointError
 from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.disk.filesystem import taken_by
@@ -106,28 +106,28 @@ def give_back_unnamed(found: Iterable[Found]) -> dict[Path, int]:
             path = one.path / file.path
             if file.of_store and path.exists():
                 info = path.stat(follow_symlinks=False)
-                by_file.setdefault((info.st_dev, info.st_ino), []).append((one, file.path))
-    given = {links[0][0].path / links[0][1]: _give_back(links) for links in by_file.values()}
+                by_file.setdefault((info.st_dev, info.st_ino), []).append((one.path, one.manifest, file.path))
+    given = {links[0][0] / links[0][2]: _give_back(links) for links in by_file.values()}
     return {path: nbytes for path, nbytes in given.items() if nbytes}
 
 
-def _give_back(links: list[tuple[Found, str]]) -> int:
+def _give_back(links: list[tuple[Path, Manifest, str]]) -> int:
     """The same, of one file by all of its names that are known."""
-    (first, name), *_ = links
-    with abandoned(first.path, name) as file:
+    (first, _, name), *_ = links
+    with abandoned(first, name) as file:
         if file is None:
             return 0
         fd, info = file
         if info.st_nlink > len(links):
             return 0
-        content = [part for one, path in links for part in one.manifest.content_of(path)]
+        content = [part for _, manifest, path in links for part in manifest.content_of(path)]
         if taken_by(info) <= sum(map(len, content)) + 2 * PAGE:  # its first page, and what the file system takes
             return 0
-        if not is_proven(fd) and not (is_alike(fd) and all(one.manifest.is_in(fd, path) for one, path in links)):
+        if not is_proven(fd) and not (is_alike(fd) and all(manifest.is_in(fd, path) for _, manifest, path in links)):
             log.warning(
                 "%s has bytes that are in no checkpoint, and they stay: it doesn't prove to be a store's data file; "
                 "remove what you don't need by hand",
-                first.path / name,
+                first / name,
             )
             return 0
         give_back_all_but(fd, content)

@@ -18,6 +18,7 @@ from zinf_fx.checkpoint.copying import Holding, fill, read_pieces
 from zinf_fx.checkpoint.entries import (
     LOADED_IN_PART,
     OPTIMIZER,
+    HeldPart,
     Matching,
     Parts,
     RandomPart,
@@ -129,6 +130,7 @@ def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matc
         elif part.kind != saved["kind"]:
             matching.differences.append(f"'{name}' is a {part.kind}, and a {saved['kind']} in the checkpoint")
         else:
+            assert not isinstance(part, (ValuePart, HeldPart))
             with unfit_values(f"'{name}'"):
                 part.match(values, matching)
     for name in parts:
@@ -168,7 +170,7 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
     with unfit_values("what is set before tensors are read"):
         for change in matching.begin:
             change()
-    stores = {holding.tiers for _, holding in matching.targets} - {None}
+    stores = {tiers for _, holding in matching.targets if (tiers := holding.tiers) is not None}
     with ExitStack() as rooms:
         for tiers in stores:
             rooms.enter_context(tiers.stepping())

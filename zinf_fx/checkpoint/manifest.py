@@ -274,7 +274,7 @@ def _check_time(time: str, what: str) -> None:
     except ValueError:
         when = None
     is_ours = when is not None and when.utcoffset() == timedelta(0) and when.isoformat(timespec="seconds") == time
-    if not is_ours or when.year == MAXYEAR:
+    if when is None or not is_ours or when.year == MAXYEAR:
         raise CheckpointError(f"{what} has the time {shortened(time)}, which is none that a save writes")
 
 

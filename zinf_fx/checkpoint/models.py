@@ -50,15 +50,17 @@ def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def by_plain_name(model: torch.nn.Module, members: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Members of a model, such as `named_parameters()` gives, by the names of `plain_names`."""
-    members = dict(members)
-    return {own: members[name] for name, own in plain_names(model, members).items()}
+    known = dict(members)
+    return {own: known[name] for name, own in plain_names(model, known).items()}
 
 
 def _plain(model: torch.nn.Module, name: str) -> str:
-    kept, module = [], model
+    kept: list[str] = []
+    module: torch.nn.Module | None = model
     for part in name.split("."):
         inner = _wrapped_member(module)
-        while inner not in (None, part) and part not in module._modules:  # a wrapper that leaves itself out of names
+        # A wrapper may leave itself out of names.
+        while module is not None and inner not in (None, part) and part not in module._modules:
             module = module._modules[inner]
             inner = _wrapped_member(module)
         if inner != part:
@@ -141,7 +143,7 @@ class Everyone:
         self.ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
         if not stored and not meshes:
             replicated = (one for one in _layers_of(model) if isinstance(one, DistributedDataParallel))
-            self.ranks = [tensor_ranks(config, one.process_group) for one in replicated]
+            self.ranks = [tensor_ranks(config, group) for one in replicated if (group := one.process_group) is not None]
         self.is_first = all(ranks.rank == 0 for ranks in self.ranks)
         for mesh in meshes:
             self.is_first = self.is_first and not any(mesh.get_coordinate() or ())

@@ -134,7 +134,7 @@ class Parts(Published):
     transposed = False
 
     @property
-    def format(self) -> str:
+    def format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (read alone)
         return self.parts[0].format
 
     @property
@@ -249,10 +249,11 @@ def _take_parts(
     if missing := [each for each in names if each not in found]:
         wrong.append(f"'{name}' consists of {len(names)} weights, of which '{missing[0]}' is not there")
         return []
-    parts = [_with_scales(each, found) for each in names]
-    if faults := [part for part in parts if not isinstance(part, Pair)]:
+    found_parts = [_with_scales(each, found) for each in names]
+    if faults := [part for part in found_parts if isinstance(part, str)]:
         wrong.append(faults[0])
         return []
+    parts = [part for part in found_parts if isinstance(part, Pair)]
     first = parts[: len(_OF_EXPERTS[own])]
     rows, columns = sum(part.rows_shape[0] for part in first), first[0].rows_shape[-1]
     shapes = [(part.format, *part.rows_shape) for part in parts]
@@ -265,9 +266,10 @@ def _take_parts(
     return names
 
 
-def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> Published | str:
+def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> Pair | str:
     """A weight of 8-bit codes, or what is wrong with it."""
     codes = places[name]
+    assert isinstance(codes, TensorInFile)
     if codes.kind.dtype not in _OF_CODES:
         return f"'{name}' is {codes.kind}, and others of its experts are codes"
     scale_name = next((name + ending for ending in _SCALE_NAMES if name + ending in places), None)
@@ -277,6 +279,7 @@ def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> P
     if f"{name}_zero_point" in places:
         return f"'{name}' has '{name}_zero_point' beside it, and only codes without zero points are read"
     scales = places[scale_name]
+    assert isinstance(scales, TensorInFile)
     misfit = f"'{scale_name}' is {scales.kind}, which doesn't fit '{name}', {codes.kind}"
     if scales.kind.dtype not in _SCALE_DTYPES:
         return f"{misfit}: scales of {', '.join(str(dtype).removeprefix('torch.') for dtype in _SCALE_DTYPES)} are read"
@@ -286,10 +289,10 @@ def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> P
     grid = _grid(scales.kind.shape, tuple(matrices), rows)
     per_scale = None if grid is None else _rows_per_scale(grid[1], rows)
     by_codes = _OF_CODES[codes.kind.dtype]
-    if per_scale is not None and grid[2] == 1:
+    if grid is not None and per_scale is not None and grid[2] == 1:
         return Pair(codes, scales, by_codes, codes.kind.shape, grid, per_scale)
     blocked = FORMATS["fp8_block"]
-    if per_scale is not None and grid[2] == blocked.blocks(columns) and by_codes == "fp8":
+    if grid is not None and per_scale is not None and grid[2] == blocked.blocks(columns) and by_codes == "fp8":
         return Pair(codes, scales, blocked.name, codes.kind.shape, grid, per_scale)
     blocks = f", a row or a block of {_BLOCK_ROWS} x {blocked.block}" if by_codes == "fp8" else " or a row"
     return f"{misfit}: scales of a matrix{blocks} are read"
@@ -304,7 +307,7 @@ def _grid(shape: tuple[int, ...], matrices: tuple[int, ...], rows: int) -> tuple
         return (count, 1, 1)
     if shape == (*matrices, rows):
         return (count, rows, 1)
-    return (count, *shape[-2:]) if shape[:-2] == matrices and len(shape) > 1 else None
+    return (count, shape[-2], shape[-1]) if shape[:-2] == matrices and len(shape) > 1 else None
 
 
 def _rows_per_scale(scale_rows: int, rows: int) -> int | None:
@@ -320,6 +323,7 @@ def _mxfp4(name: str, scale_name: str, places: Mapping[str, TensorInFile], trans
     if scales is None:
         return f"'{name}' is {codes.kind}, and there is no '{scale_name}' beside it"
     kind = FORMATS["mxfp4"]
+    assert kind.block is not None
     *matrices, rows, blocks, nbytes = (1, 1, *codes.kind.shape) if len(codes.kind.shape) < 3 else codes.kind.shape
     if codes.kind.dtype is not torch.uint8 or nbytes != kind.block // 2 or len(codes.kind.shape) < 3:
         return f"'{name}' is {codes.kind}: blocks of MXFP4 are uint8[..., rows, blocks, {kind.block // 2}]"

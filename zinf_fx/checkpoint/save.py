@@ -111,7 +111,7 @@ def save(
             still.enter_context(between_steps(parts, whole=True))
             collected = Collected(ranks.rank, ranks.size)
             mine = {name: {"kind": part.kind, **part.collect(collected)} for name, part in parts.items()}
-            for tiers in {holding.tiers for holding in collected.tensors.values()} - {None}:
+            for tiers in {one for holding in collected.tensors.values() if (one := holding.tiers) is not None}:
                 still.enter_context(tiers.stepping())
         values = equal_or_by_rank(ranks, mine)
         runs = divided(ranks, collected.tensors)
@@ -128,7 +128,7 @@ def save(
         now, manifests = _time_after(newest), manifests or Manifests()
         begun = _Begun(directory, files, ranks, token, *what, others, started, now, manifests)
         frozen = None if behind is None else _frozen(directory, parts, kept, ranks)
-        if frozen is None:
+        if behind is None or frozen is None:
             begun.complete(laid_out(kept.others), report)
             return None
         rooms.callback(frozen.release)

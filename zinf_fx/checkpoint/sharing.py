@@ -114,8 +114,8 @@ class KeptInStore:
         generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
         rewritten: dict[CopyOnWrite, bool] = {}
         for run in runs:
-            in_store = run.holding.allocation.in_store
-            rewritten[in_store] = rewritten.get(in_store, False) or run.holding.tensor.storage.key not in unwritten
+            in_store = run.holding.in_store
+            rewritten[in_store] = rewritten.get(in_store, False) or run.holding.storage.key not in unwritten
         try:
             generation.freeze(rewritten, earlier)
         except StoreError as error:
@@ -182,14 +182,15 @@ class _Kept:
         self._key, self._files = generation.key, files
 
     def look_for(self, run: SavedRun) -> None:
-        holding, in_store, itemsize = run.holding, run.holding.allocation.in_store, run.holding.dtype.itemsize
+        holding, in_store, itemsize = run.holding, run.holding.in_store, run.holding.dtype.itemsize
         for elements in holding.chunks(run.elements):
             whole = holding.in_pages(elements)
             places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))
-            if not places or any(crc is None for _, crc in places):
+            if whole is None or not places or any(crc is None for _, crc in places):
                 self.others.append(SavedRun(run.name, holding, elements))
                 continue
             for place, crc in places:
+                assert crc is not None
                 start = elements.start + (place.start - whole.start) // itemsize
                 nbytes = min(place.nbytes, whole.stop - place.start)
                 number = self._numbers.setdefault(place.volume, self._files + len(self._numbers))
@@ -243,7 +244,7 @@ class Frozen:
                 raise NotFrozenError(f"'{run.name}' is in memory")
             generation = self._generations.setdefault(allocation.tiers, Generation(allocation.tiers.store))
             several = rewritten.setdefault(allocation.tiers, {})
-            is_rewritten = holding.tensor.storage.key not in unwritten
+            is_rewritten = holding.storage.key not in unwritten
             several[allocation.in_store] = several.get(allocation.in_store, False) or is_rewritten
             first = holding.in_home(run.elements).start - run.elements.start * holding.dtype.itemsize
             kept = FrozenHolding(
@@ -334,7 +335,13 @@ class _Whole:
     @property
     def nbytes(self) -> int:
         """Of the pages."""
-        return self.allocation.in_store.capacity
+        return self.in_store.capacity
+
+    @property
+    def in_store(self) -> CopyOnWrite:
+        """Where the allocation's bytes are."""
+        assert isinstance(self.allocation.in_store, CopyOnWrite)
+        return self.allocation.in_store
 
     @property
     def unit(self) -> int | None:
@@ -345,10 +352,12 @@ class _Whole:
 
     def places(self, numbers: dict[int, int]) -> tuple[Place, ...]:
         """Of the units. `numbers`: of the files in the store, by those in the manifest."""
+        unit = self.unit
+        assert unit is not None
         return tuple(
             Place(numbers[part.volume], part.offset + inside)
             for part in self.parts
-            for inside in range(0, part.nbytes, self.unit)
+            for inside in range(0, part.nbytes, unit)
         )
 
 
@@ -369,7 +378,7 @@ class Adoption:
         }
         self.others: list[_Target] = []
         self._by_tiers: dict[Tiers, list[_Whole]] = {}
-        for tiers in {holding.tiers for _, holding in matching.targets} - {None}:
+        for tiers in {one for _, holding in matching.targets if (one := holding.tiers) is not None}:
             tiers.drain()
             tiers.release_generations()
         by_allocation: dict[Allocation | None, list[_Target]] = {}
@@ -380,7 +389,7 @@ class Adoption:
             names = [saved.name for saved, _ in targets]
             is_new = taken.isdisjoint(names) and len(set(names)) == len(names)
             whole = self._whole(allocation, targets) if allocation is not None and is_new else None
-            if whole is None:
+            if allocation is None or whole is None:
                 self.others += targets
             else:
                 taken.update(names)
@@ -480,13 +489,15 @@ class Adoption:
         generation = Generation(tiers.store)
         try:
             for one, its_sums in zip(several, sums, strict=True):
-                storages = [holding.tensor.storage for _, holding in one.targets]
+                storages = [holding.storage for _, holding in one.targets]
                 one.allocation.await_reads(
                     range(one.allocation.count)
                 )  # ahead of their turn, from what may be given back now
-                extent = tiers.store.adopted(one.nbytes, one.unit, one.places(numbers), its_sums)
-                reserve = not unwritten.issuperset(storage.key for storage in storages)
-                generation.adopt(one.allocation.in_store, extent, reserve=reserve)
+                unit = one.unit
+                assert unit is not None
+                extent = tiers.store.adopted(one.nbytes, unit, one.places(numbers), its_sums)
+                reserve = not all(storage.key in unwritten for storage in storages)
+                generation.adopt(one.in_store, extent, reserve=reserve)
                 for storage in storages:
                     storage.bytes.written()
         finally:  # Ctrl-C: files that nothing was taken over from are closed

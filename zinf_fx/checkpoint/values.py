@@ -41,7 +41,7 @@ _SEQUENCES: dict[str, Callable[[Iterable], Any]] = {
 }
 
 
-def encode(value: object, what: str, keep: Keep) -> Any:
+def encode(value: Any, what: str, keep: Keep) -> Any:
     """`value` as JSON has it. `what`: it is, for errors.
 
     Raises: CheckpointError naming what in it is of another type.
@@ -172,7 +172,7 @@ _Form = Callable[[Any], str | None]
 """A form says in words what is wrong with a value; None: nothing is."""
 
 
-def fault_in(values: object) -> str | None:
+def fault_in(values: Any) -> str | None:
     """Say what is wrong with the plain values of all parts, by their names; None: nothing is."""
     inside: list[object] = [values]
     for _ in range(DEEPEST + 1):
@@ -240,13 +240,13 @@ def _fields(required: Mapping[str, _Form], optional: Mapping[str, _Form] | None 
     return fault
 
 
-def _format(value: object) -> str | None:
+def _format(value: Any) -> str | None:
     """A format is what `format_of` returns of a quantised tensor."""
     is_known = _list(_text)(value) is None and value[:1] and value[0] in FORMATS and value[1:2] and value[1] in dtypes()
     return None if is_known and value[2:] in ([], ["transposed"]) else f"{_shown(value)} is no format"
 
 
-def _class(value: object) -> str | None:
+def _class(value: Any) -> str | None:
     """A tensor that is made of others has a class, and what else that says of them."""
     return None if _list(_text)(value) is None and len(value) == 2 else f"{_shown(value)} is no class of tensors"
 
@@ -281,7 +281,7 @@ def _part(value: object) -> str | None:
     return _of_kind(value)
 
 
-def _of_kind(value: object) -> str | None:
+def _of_kind(value: Any) -> str | None:
     return _kind(value) or _OF_KIND[value["kind"]](value)
 
 

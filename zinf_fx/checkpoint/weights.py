@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -70,7 +70,7 @@ def load_safetensors(model: torch.nn.Module, path: str | Path) -> None:
                 fill(tensor, files, place)
 
 
-def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> bool:
+def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> TypeGuard[StoredTensor]:
     """Whether a tensor is a frozen parameter that was stored without a format asked for. `tables`: ids of those that
     are looked up by rows."""
     if not isinstance(tensor, StoredTensor) or not isinstance(tensor, torch.nn.Parameter) or id(tensor) in tables:

@@ -11,7 +11,7 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -122,10 +122,12 @@ class UnreadBox(torch.Tensor):
     What computes with it, or pickles it, reads the elements.
     """
 
+    _box: Box
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, dtype: torch.dtype, box: Box) -> UnreadBox:
+    def __new__(cls, dtype: torch.dtype, box: Box) -> Self:
         tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=dtype, device="cpu")
         tensor._box = box
         return tensor
