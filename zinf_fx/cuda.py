@@ -76,7 +76,9 @@ def synchronize(device: torch.device) -> None:
 
 def cudart() -> ModuleType:
     """Return the functions of CUDA's runtime."""
-    return torch.cuda.cudart()
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    return runtime
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------

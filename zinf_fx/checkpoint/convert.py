@@ -213,7 +213,6 @@ class UnreadElements(UnreadBox):
     _pieces: Pieces
     _saved_values: Values
 
-    @staticmethod
     def __new__(cls, pieces: Pieces, values: Values, box: Box) -> Self:
         elements = UnreadBox.__new__(cls, values.dtype, box)
         elements._pieces, elements._saved_values = pieces, values

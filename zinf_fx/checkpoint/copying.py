@@ -129,7 +129,7 @@ class Holding:
         return self.tensor.storage
 
     @property
-    def in_store(self) -> CopyOnWrite:
+    def copy_on_write(self) -> CopyOnWrite:
         """Where a tensor lives whose bytes are in the store, and are this training's."""
         allocation = self.allocation
         assert allocation is not None and isinstance(allocation.in_store, CopyOnWrite)
@@ -274,7 +274,7 @@ class PlaceInFile:
 IN_FLIGHT = 32 << 20
 """Bytes that are under way at a time in one direction, about."""
 
-R = TypeVar("R", bound="Window | Read | FileRead")
+R = TypeVar("R", bound="Window | DeviceWindow | Read | FileRead")
 T = TypeVar("T")
 
 

@@ -625,7 +625,7 @@ class HeldPart:
         part: the part itself.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part | ValuePart) -> None:
         """Raises: TooLargeError; CheckpointError as `collect`."""
         self.part, self.kind = part, part.kind
         copies = _Copies()

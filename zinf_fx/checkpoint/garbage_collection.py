@@ -95,7 +95,7 @@ def give_back_unnamed(found: Iterable[Found]) -> dict[Path, int]:
 
     What manifests say of a file is not enough: it has to prove that it is a store's, see [Note: proofs].
     """
-    by_file: dict[tuple[int, int], list[tuple[Found, str]]] = {}
+    by_file: dict[tuple[int, int], list[tuple[Path, Manifest, str]]] = {}
     directories: set[tuple[int, int]] = set()
     for one in found:
         its = one.path.stat()

@@ -114,7 +114,7 @@ class KeptInStore:
         generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
         rewritten: dict[CopyOnWrite, bool] = {}
         for run in runs:
-            in_store = run.holding.in_store
+            in_store = run.holding.copy_on_write
             rewritten[in_store] = rewritten.get(in_store, False) or run.holding.storage.key not in unwritten
         try:
             generation.freeze(rewritten, earlier)
@@ -182,7 +182,7 @@ class _Kept:
         self._key, self._files = generation.key, files
 
     def look_for(self, run: SavedRun) -> None:
-        holding, in_store, itemsize = run.holding, run.holding.in_store, run.holding.dtype.itemsize
+        holding, in_store, itemsize = run.holding, run.holding.copy_on_write, run.holding.dtype.itemsize
         for elements in holding.chunks(run.elements):
             whole = holding.in_pages(elements)
             places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))

@@ -41,13 +41,12 @@ _SEQUENCES: dict[str, Callable[[Iterable], Any]] = {
 }
 
 
-def encode(value: Any, what: str, keep: Keep) -> Any:
-    """`value` as JSON has it. `what`: it is, for errors.
+def encode(given: Any, what: str, keep: Keep) -> Any:
+    """What is `given` as JSON has it. `what`: it is, for errors.
 
     Raises: CheckpointError naming what in it is of another type.
     """
-    if isinstance(value, enum.Enum) and isinstance(value, (int, str)):
-        value = value.value
+    value: Any = given.value if isinstance(given, enum.Enum) and isinstance(given, (int, str)) else given
     kind = type(value)
     if value is None or kind in (bool, str):
         return value

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -207,15 +207,19 @@ class Streamed(Optimizer):
             super().add_param_group(group)
         self._take_groups(self.param_groups)
 
-    @property
-    def state(self) -> defaultdict[torch.Tensor, State]:
-        """As in torch. Finishes a step that goes on in the background."""
-        self.finish()
-        return self._state
+    if TYPE_CHECKING:
+        state: defaultdict[torch.Tensor, State]  # an attribute for callers, as in torch
+    else:
 
-    @state.setter
-    def state(self, state: defaultdict[torch.Tensor, State]) -> None:
-        self._state = state
+        @property
+        def state(self) -> defaultdict[torch.Tensor, State]:
+            """As in torch. Finishes a step that goes on in the background."""
+            self.finish()
+            return self._state
+
+        @state.setter
+        def state(self, state: defaultdict[torch.Tensor, State]) -> None:
+            self._state = state
 
     @property
     def step_seconds(self) -> float:

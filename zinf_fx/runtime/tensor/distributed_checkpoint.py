@@ -126,7 +126,6 @@ class UnreadBox(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
     def __new__(cls, dtype: torch.dtype, box: Box) -> Self:
         tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=dtype, device="cpu")
         tensor._box = box
