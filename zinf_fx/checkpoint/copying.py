@@ -365,7 +365,7 @@ def read_ahead(
 
 
 def copy(
-    transfers: Iterable[Transfer[Window | Read, T]],
+    transfers: Iterable[Transfer[Window | DeviceWindow | Read, T]],
     write: Callable[[torch.Tensor, T], Ticket],
     report: Callable[[int], object],
     in_flight: int = IN_FLIGHT,
@@ -378,7 +378,7 @@ def copy(
 
     Raises: StoreError; some is written then.
     """
-    writes: UnderWay[tuple[Window | Read, Ticket, int]] = UnderWay(in_flight)
+    writes: UnderWay[tuple[Window | DeviceWindow | Read, Ticket, int]] = UnderWay(in_flight)
 
     def end_first() -> bool:
         if not writes:

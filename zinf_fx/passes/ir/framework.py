@@ -314,7 +314,8 @@ def results_of(graph: fx.Graph) -> list[Any]:
 def size_at_hand(size: int | torch.SymInt) -> int | None:
     """A size as it is in the call at hand, of which Dynamo makes no guard; None: an operator will say at run time."""
     if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else None
+        hint: Any = size.node.hint if size.node.has_hint() else None
+        return None if hint is None else int(hint)
     return size
 
 

@@ -95,7 +95,8 @@ class TensorStorage:
     def _identify(
         self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device, share: Share
     ) -> None:
-        self.tier, self.config, self.numel, self.dtype, self.device = tier, config, numel, dtype, device
+        self.tier: Tier = tier
+        self.config, self.numel, self.dtype, self.device = config, numel, dtype, device
         self.share = share
         self.gradient: GradientState[TensorStorage] = GradientState()
         self.label: str | None = None
