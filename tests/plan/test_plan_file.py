@@ -207,6 +207,7 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda p: p["regions"].update(chunk_elements=p["config"]["chunk"]),
         "more than `config.chunk` bytes hold",
     ),
+    "chunks that are no whole blocks": (lambda p: p["regions"].update(chunk_elements=1000), "no multiple of 4096"),
     "fewer chunks than there are at a time": (lambda p: p["regions"].update(chunk_count=2), "chunk_count is 2"),
     "choices out of order": (lambda p: p["choices"].reverse(), "out of order"),
     "choice of nothing": (lambda p: p["choices"][0].update(end=0), "which are none"),

@@ -16,7 +16,7 @@ from zinf_fx import Config
 from zinf_fx.errors import PlanError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
-from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
+from zinf_fx.plan.memory.accounting import Traffic, chunks, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulation.communication import communication
@@ -351,8 +351,8 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_all_states_are_read_once_in_a_step(chunks_together: int, read_early: int, overlap: bool):
     """Some of them in backward, for the next step, where that goes on by itself: one at each of its 5 operators."""
-    regions = MemoryRegions(chunk_elements=BLOCK // 2, chunk_count=chunks_together)
-    plan = replace(of_parameters(5), regions=regions)
+    regions = MemoryRegions(chunk_elements=BLOCK, chunk_count=chunks_together)
+    plan = replace(of_parameters(5, 4 * BLOCK), regions=regions)
     seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(5)}
     jobs = event_graph(plan, ONE, seconds, overlap=overlap)
     reads = [(number, job.nbytes) for number, job in enumerate(jobs) if job.kind == "read_states"]
@@ -402,15 +402,14 @@ def test_chunks_come_in_the_order_in_which_forward_uses_the_parameters():
 
 
 def test_chunks_have_together_what_the_parameters_have():
-    plan = of_parameters(3, 5 * BLOCK)
-    plan = replace(plan, regions=MemoryRegions(chunk_elements=3 * BLOCK))
+    plan = replace(of_parameters(3, 10 * BLOCK), regions=MemoryRegions(chunk_elements=3 * BLOCK))
     found = chunks(plan)
-    of_all = updates(plan)
-    assert [chunk.names for chunk in found] == [("w0", "w1"), ("w1", "w2"), ("w2",)]
-    assert [chunk.ends for chunk in found] == [("w0",), ("w1",), ("w2",)]
-    for name in ("elements", "states", "read", "written"):
-        assert sum(getattr(one, name) for one in found) == sum(getattr(one, name) for one in of_all)
-    assert [chunk.elements for chunk in found] == [3 * BLOCK, 3 * BLOCK, 3 * 5 * BLOCK // 2 - 6 * BLOCK]
+    assert [chunk.names for chunk in found] == [("w0",), ("w0", "w1"), ("w1",), ("w1", "w2"), ("w2",)]
+    assert [chunk.ends for chunk in found] == [(), ("w0",), (), ("w1",), ("w2",)]
+    assert [chunk.elements for chunk in found] == 5 * [3 * BLOCK]
+    states, value = 15 * BLOCK * (4 + 4 + 4), 15 * BLOCK * 2  # of fp32 states on NVMe, and of bf16 parameters in memory
+    assert sum(chunk.states for chunk in found) == sum(chunk.read for chunk in found) == states
+    assert sum(chunk.written for chunk in found) == states and value == sum(tile.nbytes for tile in plan.tiles)
 
 
 def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
@@ -593,7 +592,7 @@ def test_gradients_that_are_consumed_go_to_no_disk():
         jobs = event_graph(plan, replace(QUICK, unified=unified), OF_TWO, in_backward=True)
         return {kind: sum(job.nbytes for job in jobs if job.kind == kind) for kind in ("write", "read_states")}
 
-    states, gradients = sum(one.written for one in updates(plan)), 2 * 2 * BLOCK
+    states, gradients = sum(chunk.written for chunk in chunks(plan)), 2 * 2 * BLOCK
     assert moved(unified=True) == {"write": 0, "read_states": states}
     assert moved(unified=False) == {"write": gradients, "read_states": states + gradients}
     rows = tuple(replace(tile, rows=(0, 1)) for tile in tiles)

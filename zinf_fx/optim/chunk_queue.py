@@ -21,12 +21,13 @@ import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back
-from zinf_fx.optim.chunks import Piece, chunk_elements, in_turn, part_of
+from zinf_fx.optim.chunks import chunk_elements, in_turn
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.slices import OpenChunk, Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import lanes_for
 from zinf_fx.optim.update_batch import Bytes, Chunk, UpdateBatch
+from zinf_fx.plan.chunks import Piece, part_of
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device

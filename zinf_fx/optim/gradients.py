@@ -13,8 +13,9 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.interrupts import sealed
-from zinf_fx.optim.chunks import Piece, chunk_elements, cut, in_turn, opened_ahead, part_of
+from zinf_fx.optim.chunks import chunk_elements, in_turn, opened_ahead
 from zinf_fx.optim.elements import OpenWindows, current_chunks, open_elements, open_window
+from zinf_fx.plan.chunks import Piece, cut, part_of
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.operations import handle

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, Lists, State, same_objects, snapshot, step_together, values_of
-from zinf_fx.optim.chunks import Piece, charged
 from zinf_fx.optim.elements import AnyWindow, OpenWindows, moved, open_elements, open_window
 from zinf_fx.optim.formats import MASTER, MASTER_UP, computed, join, kind_of, part_of, split, store_computed
 from zinf_fx.optim.layouts import (
@@ -20,6 +19,7 @@ from zinf_fx.optim.layouts import (
     _is_stored,
 )
 from zinf_fx.optim.states import ParameterStates, by_allocation
+from zinf_fx.plan.chunks import Piece, charged
 from zinf_fx.plan.memory.accounting import AT_A_TIME
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut

@@ -10,12 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import Group, State, borrow, show, step_without_hooks
-from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.slices import Begun, OpenChunk, OpenPack, OpenPart, Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import at_the_same_time
+from zinf_fx.plan.chunks import Piece, all_of, cut
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from zinf_fx.optim.arithmetic import State, same_objects, values_of
-from zinf_fx.optim.chunks import Piece, all_of, cut
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.slices import PackedStates, Recipe, Update, packed
 from zinf_fx.optim.states import ParameterStates
+from zinf_fx.plan.chunks import Piece, all_of, cut
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor

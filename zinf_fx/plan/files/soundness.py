@@ -16,6 +16,7 @@ from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
 from zinf_fx.plan.schedule import CHUNKS, GraphSchedule, Tile
 from zinf_fx.plan.spec import check_schedule
+from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 _GRAPHS = (("forward", "backward"), ("inference",))
 _MOST_DIMENSIONS = 64
@@ -28,6 +29,8 @@ def check_sound(plan: Plan) -> None:
         raise PlanError(f"graphs are {list(kinds)}, and must be forward and backward, or inference")
     if plan.regions.chunk_elements > plan.config.chunk // STATE_BYTES:
         raise PlanError(f"regions.chunk_elements is {plan.regions.chunk_elements}, more than `config.chunk` bytes hold")
+    if plan.regions.chunk_elements % WINDOW_ALIGNMENT:
+        raise PlanError(f"regions.chunk_elements is {plan.regions.chunk_elements}, no multiple of {WINDOW_ALIGNMENT}")
     if plan.regions.chunk_count < CHUNKS:
         raise PlanError(f"regions.chunk_count is {plan.regions.chunk_count}, and {CHUNKS} chunks are there at a time")
     _check_choices(plan.choices)

@@ -10,18 +10,18 @@ used.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from operator import add
+from typing import NamedTuple
 
 from zinf_fx.adam import STATE_BYTES
+from zinf_fx.plan.chunks import Piece, cut, elements_of_chunk
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, GraphSchedule, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Tile
 from zinf_fx.sizes import PAGE, blocks
 
-# Chunks of an optimizer's step that the host arena must have room for: one to spare.
-CHUNKS_IN_MEMORY = CHUNKS + 1
 # Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
 # an operation is small beside the operation.
 AT_A_TIME = 1 << 20
@@ -108,30 +108,6 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     )
 
 
-@dataclass(frozen=True)
-class Update:
-    """What a step of Adam does to one parameter, or to those of one pack, on one rank.
-
-    Attributes:
-        on_device: whether the device updates them, where their states live.
-        elements: that this rank updates.
-        states: bytes of states that the arithmetic reads, and writes.
-        read, written: bytes from NVMe, and to it.
-        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
-        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
-    """
-
-    name: str
-    on_device: bool
-    elements: int
-    states: int
-    read: int
-    written: int
-    gradients: int
-    codes: int
-    splits: int
-
-
 def trained_in(plan: Plan) -> list[Tile]:
     """The parameters, each as one tile, that an optimizer's step follows the plan for."""
     return whole_parameters(tile for tile in plan.tiles if tile.gradient_tier is not None)
@@ -148,36 +124,6 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
     return list(found.values())
 
 
-def updates(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Update]:
-    """Of every parameter that is trained, in the order of first uses: states and gradients are read, states and
-    parameters written. A parameter that is its own master, or a part of it, is read too.
-
-    With `in_backward`, they are in the order in which their gradients are whole. `in_place`: those that can be are
-    consumed where they were computed, and not read.
-    """
-    events = (event for graph in plan.graphs for event in graph.events)
-    if in_backward:
-        used = dict.fromkeys(reversed([plan.tiles[one.tile].name for one in events if one.kind == "offload"]))
-        place = {name: -number for number, name in enumerate(used)}
-    else:
-        place = {name: number for number, name in enumerate(dict.fromkeys(plan.tiles[e.tile].name for e in events))}
-    found = []
-    for tile in sorted(trained_in(plan), key=lambda tile: place.get(tile.name, len(place))):
-        counts = tile.updated_elements(plan.stage)
-        value = sum(blocks(elements * tile.dtype.itemsize) for elements in counts)
-        states = [elements * nbytes for elements in counts for nbytes in tile.states.bytes_each]
-        stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
-        is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
-        gradients = value if is_read else 0
-        read = stored + gradients
-        read += value if tile.tier == "nvme" and tile.states.reads_weights else 0
-        written = stored + (value if tile.tier == "nvme" else 0)
-        codes, splits = (sum(counts) * each for each in tile.states.recoded)
-        on_device = tile.state_tier == "device"
-        found.append(Update(tile.name, on_device, sum(counts), sum(states), read, written, gradients, codes, splits))
-    return found
-
-
 def can_be_consumed_in_place(tile: Tile) -> bool:
     """Whether an optimizer that steps in backward can have the tile's gradient as it was computed, where it updates:
     whole, and not reduced over ranks."""
@@ -186,8 +132,18 @@ def can_be_consumed_in_place(tile: Tile) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What an optimizer's step updates at a time, in one place: numbers as in `Update`, of the parameters `names`, the
-    last of which goes on in the next chunk if it is not among those that `ends` with this one."""
+    """What an optimizer's step updates at a time, in one place, and what a step of Adam does to it on one rank.
+
+    Attributes:
+        on_device: whether the device updates it, where its states live.
+        elements: that this rank updates.
+        states: bytes of states that the arithmetic reads, and writes.
+        read, written: bytes from NVMe, and to it.
+        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
+        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
+        names: of the tiles' parameters in it, the last of which goes on in the next chunk if it is not among `ends`.
+        ends: of those that end with it.
+    """
 
     on_device: bool
     elements: int
@@ -207,36 +163,75 @@ class Chunk:
 
 
 def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Chunk]:
-    """An optimizer's step, in the order of `updates`, with its options."""
-    size = plan.regions.chunk_elements or plan.config.chunk // STATE_BYTES
-    # By place and chunk there, from one element to another.
-    pieces: defaultdict[tuple[bool, int], list[tuple[Update, int, int]]] = defaultdict(list)
-    ends = {True: 0, False: 0}
-    for update in updates(plan, in_backward, in_place):
-        begin = ends[update.on_device]
-        end = ends[update.on_device] = begin + update.elements
-        for number in range(begin // size, max(-(-end // size), begin // size + 1)):
-            start, stop = max(number * size, begin), min((number + 1) * size, end)
-            pieces[update.on_device, number].append((update, start - begin, stop - begin))
-    return [_chunk(on_device, each) for (on_device, _), each in pieces.items()]
+    """An optimizer's step, in the order of first uses: states and gradients are read, states and parameters written. A
+    parameter that is its own master, or a part of it, is read too.
+
+    With `in_backward`, it is in the order in which gradients are whole. `in_place`: those that can be are consumed
+    where they were computed, and not read.
+    """
+    size = plan.regions.chunk_elements or elements_of_chunk(plan.config.chunk // STATE_BYTES)
+    tiles = _in_order_of_updates(plan, in_backward)
+    cuts: list[tuple[bool, tuple[Piece[_Updated], ...]]] = []
+    for on_device in (False, True):
+        updated = [
+            (_Updated(number, tile), [range(elements) for elements in tile.updated_elements(plan.stage)])
+            for number, tile in enumerate(tiles)
+            if (tile.state_tier == "device") == on_device
+        ]
+        cuts += [(on_device, pieces) for pieces in cut(updated, size)]
+    cuts.sort(key=lambda chunk: chunk[1][0].owner.number)
+    return [_chunk(on_device, pieces, in_place) for on_device, pieces in cuts]
 
 
-def _chunk(on_device: bool, pieces: list[tuple[Update, int, int]]) -> Chunk:
-    """A chunk has bytes in proportion to its elements, and all chunks together have exactly all of them."""
-    sums: dict[str, int] = {}
-    for name in ("elements", "states", "read", "written", "gradients", "codes", "splits"):
-        whole = [(getattr(update, name), update.elements or 1, start, stop) for update, start, stop in pieces]
-        sums[name] = sum(nbytes * stop // count - nbytes * start // count for nbytes, count, start, stop in whole)
-    ends = (update.name for update, _, stop in pieces if stop == update.elements)
-    return Chunk(on_device, **sums, names=tuple(update.name for update, *_ in pieces), ends=tuple(ends))
+class _Updated(NamedTuple):
+    """A tile's parameters, and their number in the order of updates."""
+
+    number: int
+    tile: Tile
+
+
+def _in_order_of_updates(plan: Plan, in_backward: bool) -> list[Tile]:
+    """What is trained, as `chunks` says."""
+    events = (event for graph in plan.graphs for event in graph.events)
+    if in_backward:
+        offloaded = [plan.tiles[event.tile].name for event in events if event.kind == "offload"]
+        place = {name: -number for number, name in enumerate(dict.fromkeys(reversed(offloaded)))}
+    else:
+        place = {name: n for n, name in enumerate(dict.fromkeys(plan.tiles[event.tile].name for event in events))}
+    return sorted(trained_in(plan), key=lambda tile: place.get(tile.name, len(place)))
+
+
+def _chunk(on_device: bool, pieces: Sequence[Piece[_Updated]], in_place: bool) -> Chunk:
+    """Pieces begin and end at whole blocks of the store, so that all chunks together have exactly what the parameters
+    have."""
+    sums: Counter[str] = Counter()
+    for piece in pieces:
+        tile, count = piece.owner.tile, piece.count
+        value = blocks(count * tile.dtype.itemsize)
+        states = [count * nbytes for nbytes in tile.states.bytes_each]
+        stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
+        is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
+        codes, splits = tile.states.recoded
+        sums["elements"] += count
+        sums["states"] += sum(states)
+        sums["gradients"] += value if is_read else 0
+        sums["read"] += stored + (value if is_read else 0)
+        sums["read"] += value if tile.tier == "nvme" and tile.states.reads_weights else 0
+        sums["written"] += stored + (value if tile.tier == "nvme" else 0)
+        sums["codes"] += count * codes
+        sums["splits"] += count * splits
+    names = tuple(dict.fromkeys(piece.owner.tile.name for piece in pieces))
+    ends = tuple(piece.owner.tile.name for piece in pieces if piece.last)
+    numbers = [sums[name] for name in ("elements", "states", "read", "written", "gradients", "codes", "splits")]
+    return Chunk(on_device, *numbers, names, ends)
 
 
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
     """The traffic of each graph and, when the plan trains something, of the optimizer's step."""
     for graph in plan.graphs:
         yield graph.kind, traffic(plan, graph)
-    if adam := updates(plan):
-        read, written = sum(one.read for one in adam), sum(one.written for one in adam)
+    if step := chunks(plan):
+        read, written = sum(chunk.read for chunk in step), sum(chunk.written for chunk in step)
         yield "optimizer", Traffic(nvme_to_host=read, host_to_nvme=written)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from zinf_fx.plan.memory.accounting import Traffic, chunks, phases, updates
+from zinf_fx.plan.memory.accounting import Traffic, chunks, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
 from zinf_fx.plan.schedule import CHUNKS, GraphSchedule
@@ -24,7 +24,7 @@ def chunks_wanted(plan: Plan, rates: Rates) -> int:
     if (step := of_phase.get("optimizer")) is None or not (several := chunks(plan)):
         return CHUNKS
     forward, backward = plan.graphs
-    update = 2 * sum(one.states for one in updates(plan)) / rates.memory
+    update = 2 * sum(chunk.states for chunk in several) / rates.memory
     waits = _disk(of_phase["forward"] + step, rates) - _computing(forward, rates) - update
     idle = _computing(backward, rates) - _disk(of_phase["backward"], rates)
     ahead = several[0].read_early / rates.disk_read  # seconds

@@ -12,8 +12,9 @@ from dataclasses import astuple, dataclass, replace
 
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
+from zinf_fx.plan.chunks import elements_of_chunk
 from zinf_fx.plan.intervals import sums
-from zinf_fx.plan.memory.accounting import AT_ONCE, CHUNKS_IN_MEMORY, trained_in, whole_parameters
+from zinf_fx.plan.memory.accounting import AT_ONCE, trained_in, whole_parameters
 from zinf_fx.plan.memory.buffers import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, GraphSchedule, Tile
@@ -120,9 +121,7 @@ def chunk_buffers(
     bytes_of = [_bytes_in_chunk(tile) for tile in trained]
     opened, written, scratch = (max(sizes) for sizes in zip(*bytes_of, strict=True))
     chunk = config.chunk // STATE_BYTES if elements is None else elements
-    if room is not None:
-        chunk = min(chunk, max(room, 0) // max(CHUNKS_IN_MEMORY * (opened + scratch), 1))
-    chunk = max(chunk // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+    chunk = elements_of_chunk(chunk, opened + scratch, room)
     together = without_gradients = 0  # bytes that the update of all takes
     for tile, (each, states, _) in zip(trained, bytes_of, strict=True):
         counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
