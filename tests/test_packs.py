@@ -16,7 +16,7 @@ from twins import Net, assert_nothing_leaked, x
 
 import zinf_fx
 from zinf_fx.frontend.packing import packs_of
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.chunks import AT_A_TIME
 from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes

@@ -89,7 +89,7 @@ def test_other_fields_take_another_number() -> None:
     published = json.loads(PUBLISHED.read_text())
     del published["$defs"]["Tile"]["properties"]["dtype"]
     digest = hashlib.sha256(json.dumps(published).encode()).hexdigest()[:12]
-    assert (SCHEMA, digest) == (9, "0bff218652c3"), "raise SCHEMA in zinf_fx/plan/plan.py, and put both here"
+    assert (SCHEMA, digest) == (10, "121e8b9e652d"), "raise SCHEMA in zinf_fx/plan/plan.py, and put both here"
 
 
 def event(kind: str) -> Callable[[dict], dict]:
@@ -208,6 +208,15 @@ BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
         "more than `config.chunk` bytes hold",
     ),
     "chunks that are no whole blocks": (lambda p: p["regions"].update(chunk_elements=1000), "no multiple of 4096"),
+    "a chunk that updates something else": (
+        lambda p: p["update"]["chunks"][0]["slices"][0].update(count=1),
+        r"update.chunks\[0\] is not what follows of the tiles and of the regions",
+    ),
+    "an update that is left out": (lambda p: p["update"]["chunks"].clear(), "update has 0 chunks of"),
+    "an update before it is read": (
+        lambda p: p["update"]["events"].reverse(),
+        r"update.events\[0\] is not what follows",
+    ),
     "fewer chunks than there are at a time": (lambda p: p["regions"].update(chunk_count=2), "chunk_count is 2"),
     "choices out of order": (lambda p: p["choices"].reverse(), "out of order"),
     "choice of nothing": (lambda p: p["choices"][0].update(end=0), "which are none"),

@@ -16,12 +16,13 @@ from zinf_fx import Config
 from zinf_fx.errors import PlanError
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory, load
-from zinf_fx.plan.memory.accounting import Traffic, chunks, phases
+from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.simulation.communication import communication
 from zinf_fx.plan.simulation.event_graph import RESOURCES, Job, event_graph
 from zinf_fx.plan.simulation.simulate import Simulation, one_after_another, simulate, simulate_plan
+from zinf_fx.plan.update import costs_of, names_in, update_of
 
 # Jobs
 
@@ -266,7 +267,13 @@ def training(gradient_tier: str = "nvme", for_backward: bool = False) -> Plan:
         GraphSchedule("backward", (tile,), operators, backward),
     )
     config = Config(placement={"parameters": "nvme", "gradients": gradient_tier, "optimizer": "nvme"})
-    return Plan(graphs, config, world_size=2)
+    return updating(Plan(graphs, config, world_size=2))
+
+
+def updating(plan: Plan, **changes: object) -> Plan:
+    """A plan with changes, and with the optimizer's step that follows of it then."""
+    changed = replace(plan, **changes)
+    return replace(changed, update=update_of(changed))
 
 
 def test_a_training_step():
@@ -344,7 +351,7 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
         events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
         found.append(GraphSchedule(kind, tiles, operators, events))
     config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": state_tier})
-    return Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2))
+    return updating(Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2)))
 
 
 @pytest.mark.parametrize(("chunks_together", "read_early"), [(CHUNKS, 0), (4, 3), (5, 4), (12, 5)])
@@ -352,12 +359,12 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
 def test_all_states_are_read_once_in_a_step(chunks_together: int, read_early: int, overlap: bool):
     """Some of them in backward, for the next step, where that goes on by itself: one at each of its 5 operators."""
     regions = MemoryRegions(chunk_elements=BLOCK, chunk_count=chunks_together)
-    plan = replace(of_parameters(5, 4 * BLOCK), regions=regions)
+    plan = updating(of_parameters(5, 4 * BLOCK), regions=regions)
     seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(5)}
     jobs = event_graph(plan, ONE, seconds, overlap=overlap)
     reads = [(number, job.nbytes) for number, job in enumerate(jobs) if job.kind == "read_states"]
-    assert len(reads) == len(chunks(plan)) == 10
-    assert sum(nbytes for _, nbytes in reads) == sum(chunk.read for chunk in chunks(plan))
+    assert len(reads) == len(plan.update.chunks) == 10
+    assert sum(nbytes for _, nbytes in reads) == sum(cost.read for cost in costs_of(plan, plan.update))
     begin = [job.name for job in jobs].index("backward 0")
     assert sum(number > begin for number, _ in reads) == (read_early if overlap else 10)
 
@@ -368,8 +375,9 @@ def test_no_gradient_is_read_before_it_is_there():
     tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(2))
     plan = of_parameters(2)
     graphs = tuple(replace(graph, tiles=tiles) for graph in plan.graphs)
-    plan = replace(plan, graphs=graphs, regions=MemoryRegions(chunk_elements=BLOCK, chunk_count=CHUNKS + 1))
-    assert all(chunk.read and not chunk.read_early for chunk in chunks(plan))
+    plan = updating(plan, graphs=graphs, regions=MemoryRegions(chunk_elements=BLOCK, chunk_count=CHUNKS + 1))
+    assert all(cost.read == cost.gradients > 0 for cost in costs_of(plan, plan.update))
+    assert not any(event.prefetched for event in plan.update.events)
     seconds = {(kind, n): 1.0 for kind in ("forward", "backward") for n in range(2)}
     names = [job.name for job in event_graph(plan, ONE, seconds, overlap=True)]
     assert names.index("read_states 1") < names.index("forward 0")
@@ -397,19 +405,39 @@ def test_chunks_come_in_the_order_in_which_forward_uses_the_parameters():
     forward, backward = plan.graphs
     events = [event for index in (2, 0, 1) for event in forward.events if event.tile == index]
     events = [replace(event, operator=number // 5) for number, event in enumerate(events)]
-    found = chunks(replace(plan, graphs=(replace(forward, events=tuple(events)), backward)))
-    assert [chunk.names for chunk in found] == [("w2",), ("w0",), ("w1",)]
+    plan = updating(plan, graphs=(replace(forward, events=tuple(events)), backward))
+    assert [names_in(plan, chunk) for chunk in plan.update.chunks] == [("w2",), ("w0",), ("w1",)]
 
 
 def test_chunks_have_together_what_the_parameters_have():
-    plan = replace(of_parameters(3, 10 * BLOCK), regions=MemoryRegions(chunk_elements=3 * BLOCK))
-    found = chunks(plan)
-    assert [chunk.names for chunk in found] == [("w0",), ("w0", "w1"), ("w1",), ("w1", "w2"), ("w2",)]
-    assert [chunk.ends for chunk in found] == [(), ("w0",), (), ("w1",), ("w2",)]
-    assert [chunk.elements for chunk in found] == 5 * [3 * BLOCK]
-    states, value = 15 * BLOCK * (4 + 4 + 4), 15 * BLOCK * 2  # of fp32 states on NVMe, and of bf16 parameters in memory
-    assert sum(chunk.states for chunk in found) == sum(chunk.read for chunk in found) == states
-    assert sum(chunk.written for chunk in found) == states and value == sum(tile.nbytes for tile in plan.tiles)
+    plan = updating(of_parameters(3, 10 * BLOCK), regions=MemoryRegions(chunk_elements=3 * BLOCK))
+    parts = [[(part.tile, part.start, part.count) for part in chunk.slices] for chunk in plan.update.chunks]
+    assert [[(tile, start // BLOCK, count // BLOCK) for tile, start, count in chunk] for chunk in parts] == [
+        [(0, 0, 3)],
+        [(0, 3, 2), (1, 0, 1)],
+        [(1, 1, 3)],
+        [(1, 4, 1), (2, 0, 2)],
+        [(2, 2, 3)],
+    ]
+    found = costs_of(plan, plan.update)
+    assert [cost.elements for cost in found] == 5 * [3 * BLOCK]
+    states = 15 * BLOCK * (4 + 4 + 4)  # fp32 states on NVMe, of parameters in memory
+    assert {sum(getattr(cost, name) for cost in found) for name in ("states", "read", "written")} == {states}
+
+
+def test_the_steps_events_take_turns_in_the_room_for_chunks():
+    """Chunks are read as far ahead of the update as they have places, which are free when what was there is written."""
+    plan = updating(of_parameters(3, 10 * BLOCK), regions=MemoryRegions(chunk_elements=3 * BLOCK, chunk_count=4))
+    reads, writes = "read_states", "write_states"
+    assert [(event.kind, event.chunk, event.prefetched) for event in plan.update.events] == [
+        *((reads, chunk, True) for chunk in range(3)),
+        *(("update", 0, False), (writes, 0, False), (reads, 3, False)),
+        *(("update", 1, False), (writes, 1, False), (reads, 4, False)),
+        *((kind, chunk, False) for chunk in (2, 3, 4) for kind in ("update", writes)),
+    ]
+    offsets = [event.offset for event in plan.update.events if event.kind == reads]
+    scratch = 3 * BLOCK * 4  # for masters' gradients in fp32
+    assert offsets == [scratch + place * 3 * BLOCK * 12 for place in (0, 1, 2, 3, 0)]
 
 
 def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
@@ -592,7 +620,7 @@ def test_gradients_that_are_consumed_go_to_no_disk():
         jobs = event_graph(plan, replace(QUICK, unified=unified), OF_TWO, in_backward=True)
         return {kind: sum(job.nbytes for job in jobs if job.kind == kind) for kind in ("write", "read_states")}
 
-    states, gradients = sum(chunk.written for chunk in chunks(plan)), 2 * 2 * BLOCK
+    states, gradients = sum(cost.written for cost in costs_of(plan, plan.update)), 2 * 2 * BLOCK
     assert moved(unified=True) == {"write": 0, "read_states": states}
     assert moved(unified=False) == {"write": gradients, "read_states": states + gradients}
     rows = tuple(replace(tile, rows=(0, 1)) for tile in tiles)
@@ -607,8 +635,8 @@ def test_chunks_of_a_step_in_backward_come_in_the_order_in_which_gradients_are_w
     events = [event for index in (2, 0, 1) for event in backward.events if event.tile == index]
     again = [event for event in backward.events if event.tile == 2]
     events = [replace(event, operator=number // 5) for number, event in enumerate([*events, *again])]
-    found = chunks(replace(plan, graphs=(forward, replace(backward, events=tuple(events)))), in_backward=True)
-    assert [chunk.names for chunk in found] == [("w0",), ("w1",), ("w2",)]
+    plan = replace(plan, graphs=(forward, replace(backward, events=tuple(events))))
+    assert [names_in(plan, chunk) for chunk in update_of(plan, in_backward=True).chunks] == [("w0",), ("w1",), ("w2",)]
 
 
 def test_a_step_in_backward_accumulates_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Operator, Tile
 from zinf_fx.plan.show import table
 from zinf_fx.plan.show.names import GraphNames, abbreviate, module_of
 from zinf_fx.plan.show.table import render
+from zinf_fx.plan.update import update_of
 
 MIB = 1 << 20
 SHAPES = {"layers.0.up.weight": (1024, 256), "layers.0.up.bias": (1024,), "layers.1.up.weight": (512, 1024)}
@@ -56,13 +58,14 @@ def hand_made(tier: str = "nvme") -> Plan:
         *(Event("offload", tile, 1) for tile in (2, 0, 1)),
     )
     linear, attention = "addmm", "mm, _scaled_dot_product_flash_attention_for_cpu_backward"
-    return Plan(
+    plan = Plan(
         (
             GraphSchedule("forward", tiles(tier, "host"), (Operator(0, linear, 3), Operator(1, linear, 2)), forward),
             GraphSchedule("backward", tiles(tier, "host"), (Operator(0, "mm", 4), Operator(1, attention, 3)), backward),
         ),
         Config(placement={"parameters": tier, "gradients": "host", "optimizer": tier}, prefetch=(1, 1, 1)),
     )
+    return replace(plan, update=update_of(plan))
 
 
 class Tiny(nn.Module):
@@ -188,9 +191,9 @@ def test_a_table_is_laid_out_once_however_many_cells_are_tried(width: int):
     plan = hand_made()
     with mock.patch.object(table, "_layout", wraps=table._layout) as layout:
         render(plan, width=width)
-    of_graphs = [call.args for call in layout.call_args_list if "left" in call.kwargs]
-    assert len(of_graphs) == len(plan.graphs)
-    for header, rows in of_graphs:  # the width that decides is that of what is printed
+    tables = [call.args for call in layout.call_args_list if "left" in call.kwargs]
+    assert len(tables) == len(plan.graphs) + 1  # and the optimizer's step
+    for header, rows in tables:  # the width that decides is that of what is printed
         laid_out = table._layout(header, rows, left=range(len(rows[0])))
         assert max(map(len, laid_out.splitlines())) == table._width_of(header, rows)
 

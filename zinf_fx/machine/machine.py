@@ -20,8 +20,8 @@ from zinf_fx import cuda
 from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.formats import CODES, LOWER, SCALES, UPS, decode, encode, join, split
 from zinf_fx.optim.threads import at_the_same_time, lanes_for
+from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
-from zinf_fx.plan.memory.accounting import AT_ONCE
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
 from zinf_fx.runtime.memory.limit import memory_limit

@@ -27,8 +27,7 @@ from zinf_fx.optim.slices import OpenChunk, Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import lanes_for
 from zinf_fx.optim.update_batch import Bytes, Chunk, UpdateBatch
-from zinf_fx.plan.chunks import Piece, part_of
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.chunks import AT_A_TIME, Piece, part_of
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.recorder import RECORDER, STATES

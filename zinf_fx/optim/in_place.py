@@ -25,7 +25,7 @@ from zinf_fx.optim.arithmetic import Group, Lists, State, same_objects, step_tog
 from zinf_fx.optim.formats import MASTER
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.states import ParameterStates
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.chunks import AT_A_TIME
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 

@@ -19,8 +19,7 @@ from zinf_fx.optim.layouts import (
     _is_stored,
 )
 from zinf_fx.optim.states import ParameterStates, by_allocation
-from zinf_fx.plan.chunks import Piece, charged
-from zinf_fx.plan.memory.accounting import AT_A_TIME
+from zinf_fx.plan.chunks import AT_A_TIME, Piece, charged
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.cut import Cut
 from zinf_fx.runtime.memory.device import CPU, Device

@@ -34,7 +34,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.interrupts import let_through
-from zinf_fx.plan.memory.accounting import AT_A_TIME, AT_ONCE
+from zinf_fx.plan.chunks import AT_A_TIME, AT_ONCE
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 

@@ -275,6 +275,7 @@ def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
         kept=last.kept,
         unmoved=last.unmoved,
         regions=last.regions,
+        update=last.update,
         tile_limit=last.tile_limit,
         choices=last.choices,
     )

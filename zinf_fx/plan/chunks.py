@@ -11,6 +11,11 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 P = TypeVar("P")
 
+# Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
+# an operation is small beside the operation.
+AT_A_TIME = 1 << 20
+# Elements of a chunk, at most, that the CPU's threads update at the same time, in pieces.
+AT_ONCE = 8 * AT_A_TIME
 # Chunks that a limited host arena must have room for: one to spare.
 _CHUNKS_IN_MEMORY = CHUNKS + 1
 

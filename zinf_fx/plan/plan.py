@@ -12,10 +12,10 @@ from zinf_fx.config import Config, Natural, Positive
 from zinf_fx.errors import PlanFileError
 from zinf_fx.plan.codec import encode
 from zinf_fx.plan.lifetimes import Lifetimes
-from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile
+from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile, UpdateSchedule
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 9
+SCHEMA = 10
 """Version of a plan file: another one for every change of its fields, and of when a buffer is needed, by which they are
 checked."""
 
@@ -63,12 +63,16 @@ class Fingerprint:
 class Plan:
     """The schedule of one captured graph: forward and backward, or inference alone.
 
-    `gradient_buffer`, `activation_buffer`: bytes of gradients, and of activations and new values of parameters, that
-    may be on their way to NVMe at once. `kept`: bytes of activations that stay where they were computed, from forward
-    to backward. `unmoved`: bytes of the model's buffers, and of parameters that are not stored, which are on the device
-    throughout. `regions`: what the events' offsets lie in. `tile_limit`: bytes above which parameters were divided.
-    `choices`: what is recomputed, what is saved, and what of that leaves. `fingerprint`: what the plan is for; None
-    where it was made by hand.
+    Attributes:
+        gradient_buffer, activation_buffer: bytes of gradients, and of activations and new values of parameters, that
+            may be on their way to NVMe at once.
+        kept: bytes of activations that stay where they were computed, from forward to backward.
+        unmoved: bytes of the model's buffers, and of parameters that are not stored: they are on the device throughout.
+        regions: what the events' offsets lie in.
+        update: the optimizer's step that follows, where the plan trains.
+        tile_limit: bytes above which parameters were divided.
+        choices: what is recomputed, what is saved, and what of that leaves.
+        fingerprint: what the plan is for; None where it was made by hand.
     """
 
     graphs: tuple[GraphSchedule, ...]
@@ -79,6 +83,7 @@ class Plan:
     kept: Natural = 0
     unmoved: Natural = 0
     regions: MemoryRegions = field(default_factory=MemoryRegions)
+    update: UpdateSchedule = field(default_factory=UpdateSchedule)
     tile_limit: Natural | None = None
     choices: tuple[Choice, ...] = ()
     fingerprint: Fingerprint | None = None
@@ -119,8 +124,11 @@ class Plan:
         """Whether the same tiles move at the same operators, and through the same places in memory, as in another plan,
         whatever the operators compute on."""
         graphs = zip(self.graphs, other.graphs, strict=False)
-        return (len(self.graphs), self.regions) == (len(other.graphs), other.regions) and all(
-            (one.kind, one.tiles, one.events) == (two.kind, two.tiles, two.events) for one, two in graphs
+        same_places = (self.regions, self.update) == (other.regions, other.update)
+        return (
+            same_places
+            and len(self.graphs) == len(other.graphs)
+            and all((mine.kind, mine.tiles, mine.events) == (its.kind, its.tiles, its.events) for mine, its in graphs)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

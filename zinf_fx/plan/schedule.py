@@ -17,6 +17,7 @@ GraphKind = Literal["forward", "backward", "inference"]
 EventKind = Literal[
     "fetch", "upload", "allgather", "wait", "release", "reduce_scatter", "offload", "offload_activation", "write"
 ]
+UpdateKind = Literal["read_states", "update", "write_states"]
 
 # The operator number of what happens before the first operator.
 PROLOGUE = -1
@@ -240,6 +241,53 @@ class GraphSchedule:
         for number, event in enumerate(self.events):
             found.setdefault(event.operator, []).append((number, event))
         return found
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive elements of a parameter that a chunk updates.
+
+    Attributes:
+        tile: index of the parameter's tile, the first of several.
+        start, count: which they are of the elements that this rank updates.
+        member: the parameter's number in a pack.
+    """
+
+    tile: Natural
+    start: Natural
+    count: Natural
+    member: Natural = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the optimizer updates at a time, in one place: on the device where states live there, else on the CPU."""
+
+    slices: tuple[Slice, ...]
+    on_device: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateEvent:
+    """One step of a chunk's update: what it needs is read, it is updated, what changed is written.
+
+    `prefetched`: of a read, that backward starts it for the step that follows, without the gradients. `offset`: of a
+    read and of an update that reads nothing, where the chunk's buffer lies in the host region; None: it takes none.
+    """
+
+    kind: UpdateKind
+    chunk: Natural
+    prefetched: bool = False
+    offset: Natural | None = None
+
+
+@dataclass(frozen=True)
+class UpdateSchedule:
+    """The optimizer's step that follows a plan's graphs: its chunks, and its events in the order in which the program
+    comes to them. Each happens as soon as what it needs is there: the update before it, its reads, its place."""
+
+    chunks: tuple[Chunk, ...] = ()
+    events: tuple[UpdateEvent, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from zinf_fx.config import Config
 from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Member, MemoryRegions, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Member, MemoryRegions, Tile, UpdateSchedule
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; PROLOGUE before the first
@@ -83,6 +83,7 @@ class GraphContext:
         tensor_ranks: how many ranks divide parameters, and activations; 1: activations are whole.
         rates: of the machine that the plan is for.
         regions: what the plan's transfer buffers take of each memory.
+        update: the optimizer's step that follows the plan's graphs.
         tile_limit: bytes above which parameters were divided.
         choices: what the joint graph saves and recomputes.
     """
@@ -105,6 +106,7 @@ class GraphContext:
     tensor_ranks: int = 1
     rates: Rates = NOMINAL
     regions: MemoryRegions = field(default_factory=MemoryRegions)
+    update: UpdateSchedule = field(default_factory=UpdateSchedule)
     tile_limit: int | None = None
     choices: tuple[Choice, ...] = ()
 

@@ -16,7 +16,7 @@ from zinf_fx.plan.memory.layout import layout_of
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import MemoryRegions
+from zinf_fx.plan.schedule import MemoryRegions, UpdateSchedule
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Buffers(Pass):
     Attributes:
         offsets: by the numbers of the events that take one.
         regions: that the offsets of all graphs of the plan lie in.
+        update: the optimizer's step, in the room that it has there.
     """
 
     name = "buffers"
@@ -33,18 +34,19 @@ class Buffers(Pass):
 
     offsets: Mapping[int, int]
     regions: MemoryRegions
+    update: UpdateSchedule
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
         for number, node in enumerate(events_in(graph)):
             if number in self.offsets:
                 set_event(node, replace(event_of(node), offset=self.offsets[number]))
-        return replace(context, regions=self.regions)
+        return replace(context, regions=self.regions, update=self.update)
 
 
 def place_buffers(plan: Plan, rates: Rates) -> list[Buffers]:
     """The pass for each graph of a plan whose events have no offsets yet."""
-    of_graphs, regions = layout_of(plan, rates)
-    return [Buffers(offsets, regions) for offsets in of_graphs]
+    of_graphs, regions, update = layout_of(plan, rates)
+    return [Buffers(offsets, regions, update) for offsets in of_graphs]
 
 
 def over_budget_by(plan: Plan) -> int:

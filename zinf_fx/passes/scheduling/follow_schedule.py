@@ -74,7 +74,7 @@ class FollowSchedule(Pass):
             set_event(node, event)
         used = {live_range.tile for live_range in self.plan.lifetimes if live_range.graph == number}
         throughout = sorted(self.plan.lifetimes.kept_at_begin(number) - used)
-        return replace(context, staying=tuple(throughout), regions=self.plan.regions)
+        return replace(context, staying=tuple(throughout), regions=self.plan.regions, update=self.plan.update)
 
     def _without_transfers(
         self, graph: fx.Graph, context: GraphContext, planned: Sequence[Event]

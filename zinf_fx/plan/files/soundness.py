@@ -4,7 +4,7 @@ every tile's lifetime is in order, and no buffers overlap."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 
@@ -16,6 +16,7 @@ from zinf_fx.plan.packs import starts_of
 from zinf_fx.plan.plan import Choice, Fingerprint, Plan
 from zinf_fx.plan.schedule import CHUNKS, GraphSchedule, Tile
 from zinf_fx.plan.spec import check_schedule
+from zinf_fx.plan.update import trained_in, update_of
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 _GRAPHS = (("forward", "backward"), ("inference",))
@@ -49,7 +50,22 @@ def check_sound(plan: Plan) -> None:
         if gradient.offloaded is None:
             label = plan.tiles[gradient.tile].label[:60]
             raise PlanError(f"the gradient of '{label}' is never offloaded")
+    _check_update(plan)
     check_buffers(plan)
+
+
+def _check_update(plan: Plan) -> None:
+    """Check that the optimizer's step is what the rule makes of the parameters and of the room that there is for it."""
+    elements = sum(sum(tile.updated_elements(plan.stage)) for tile in trained_in(plan))
+    if elements > len(plan.update.chunks) * max(plan.regions.chunk_elements, 1):
+        chunks = f"{len(plan.update.chunks)} chunks of {plan.regions.chunk_elements} elements"
+        raise PlanError(f"update has {chunks} for {elements} elements that are trained")
+    made = update_of(plan)
+    for name in ("chunks", "events"):
+        theirs, ours = getattr(plan.update, name), getattr(made, name)
+        for number, (read, due) in enumerate(zip_longest(theirs, ours)):
+            if read != due:
+                raise PlanError(f"update.{name}[{number}] is not what follows of the tiles and of the regions")
 
 
 def _check_choices(choices: Sequence[Choice]) -> None:

@@ -10,23 +10,16 @@ used.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from operator import add
-from typing import NamedTuple
 
-from zinf_fx.adam import STATE_BYTES
-from zinf_fx.plan.chunks import Piece, cut, elements_of_chunk
 from zinf_fx.plan.intervals import merged, sums
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Tile
+from zinf_fx.plan.update import costs_of
 from zinf_fx.sizes import PAGE, blocks
 
-# Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
-# an operation is small beside the operation.
-AT_A_TIME = 1 << 20
-# Elements of a chunk, at most, that the CPU's threads update at the same time, in pieces.
-AT_ONCE = 8 * AT_A_TIME
 # Gradients that leave for NVMe, of which the room is there when another one has left.
 PREFETCHED_GRADIENTS = 3
 
@@ -108,130 +101,12 @@ def traffic(plan: Plan, graph: GraphSchedule) -> Traffic:
     )
 
 
-def trained_in(plan: Plan) -> list[Tile]:
-    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
-    return whole_parameters(tile for tile in plan.tiles if tile.gradient_tier is not None)
-
-
-def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
-    """Parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
-    found: dict[str, Tile] = {}
-    for tile in tiles:
-        before = found.setdefault(tile.name, tile)
-        if before is not tile and tile.rows:
-            shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
-            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
-    return list(found.values())
-
-
-def can_be_consumed_in_place(tile: Tile) -> bool:
-    """Whether an optimizer that steps in backward can have the tile's gradient as it was computed, where it updates:
-    whole, and not reduced over ranks."""
-    return tile.rows is None and tile.ranks == 1
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What an optimizer's step updates at a time, in one place, and what a step of Adam does to it on one rank.
-
-    Attributes:
-        on_device: whether the device updates it, where its states live.
-        elements: that this rank updates.
-        states: bytes of states that the arithmetic reads, and writes.
-        read, written: bytes from NVMe, and to it.
-        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
-        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
-        names: of the tiles' parameters in it, the last of which goes on in the next chunk if it is not among `ends`.
-        ends: of those that end with it.
-    """
-
-    on_device: bool
-    elements: int
-    states: int
-    read: int
-    written: int
-    gradients: int
-    codes: int
-    splits: int
-    names: tuple[str, ...]
-    ends: tuple[str, ...]
-
-    @property
-    def read_early(self) -> int:
-        """Of the bytes that are read, those that backward may read for the next step."""
-        return self.read - self.gradients
-
-
-def chunks(plan: Plan, in_backward: bool = False, in_place: bool = False) -> list[Chunk]:
-    """An optimizer's step, in the order of first uses: states and gradients are read, states and parameters written. A
-    parameter that is its own master, or a part of it, is read too.
-
-    With `in_backward`, it is in the order in which gradients are whole. `in_place`: those that can be are consumed
-    where they were computed, and not read.
-    """
-    size = plan.regions.chunk_elements or elements_of_chunk(plan.config.chunk // STATE_BYTES)
-    tiles = _in_order_of_updates(plan, in_backward)
-    cuts: list[tuple[bool, tuple[Piece[_Updated], ...]]] = []
-    for on_device in (False, True):
-        updated = [
-            (_Updated(number, tile), [range(elements) for elements in tile.updated_elements(plan.stage)])
-            for number, tile in enumerate(tiles)
-            if (tile.state_tier == "device") == on_device
-        ]
-        cuts += [(on_device, pieces) for pieces in cut(updated, size)]
-    cuts.sort(key=lambda chunk: chunk[1][0].owner.number)
-    return [_chunk(on_device, pieces, in_place) for on_device, pieces in cuts]
-
-
-class _Updated(NamedTuple):
-    """A tile's parameters, and their number in the order of updates."""
-
-    number: int
-    tile: Tile
-
-
-def _in_order_of_updates(plan: Plan, in_backward: bool) -> list[Tile]:
-    """What is trained, as `chunks` says."""
-    events = (event for graph in plan.graphs for event in graph.events)
-    if in_backward:
-        offloaded = [plan.tiles[event.tile].name for event in events if event.kind == "offload"]
-        place = {name: -number for number, name in enumerate(dict.fromkeys(reversed(offloaded)))}
-    else:
-        place = {name: n for n, name in enumerate(dict.fromkeys(plan.tiles[event.tile].name for event in events))}
-    return sorted(trained_in(plan), key=lambda tile: place.get(tile.name, len(place)))
-
-
-def _chunk(on_device: bool, pieces: Sequence[Piece[_Updated]], in_place: bool) -> Chunk:
-    """Pieces begin and end at whole blocks of the store, so that all chunks together have exactly what the parameters
-    have."""
-    sums: Counter[str] = Counter()
-    for piece in pieces:
-        tile, count = piece.owner.tile, piece.count
-        value = blocks(count * tile.dtype.itemsize)
-        states = [count * nbytes for nbytes in tile.states.bytes_each]
-        stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
-        is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
-        codes, splits = tile.states.recoded
-        sums["elements"] += count
-        sums["states"] += sum(states)
-        sums["gradients"] += value if is_read else 0
-        sums["read"] += stored + (value if is_read else 0)
-        sums["read"] += value if tile.tier == "nvme" and tile.states.reads_weights else 0
-        sums["written"] += stored + (value if tile.tier == "nvme" else 0)
-        sums["codes"] += count * codes
-        sums["splits"] += count * splits
-    names = tuple(dict.fromkeys(piece.owner.tile.name for piece in pieces))
-    ends = tuple(piece.owner.tile.name for piece in pieces if piece.last)
-    numbers = [sums[name] for name in ("elements", "states", "read", "written", "gradients", "codes", "splits")]
-    return Chunk(on_device, *numbers, names, ends)
-
-
 def phases(plan: Plan) -> Iterator[tuple[str, Traffic]]:
     """The traffic of each graph and, when the plan trains something, of the optimizer's step."""
     for graph in plan.graphs:
         yield graph.kind, traffic(plan, graph)
-    if step := chunks(plan):
-        read, written = sum(chunk.read for chunk in step), sum(chunk.written for chunk in step)
+    if costs := costs_of(plan, plan.update):
+        read, written = sum(cost.read for cost in costs), sum(cost.written for cost in costs)
         yield "optimizer", Traffic(nvme_to_host=read, host_to_nvme=written)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zinf_fx.plan.memory.buffers import Clock, PlannedBuffer, device_buffers, host_buffers
 from zinf_fx.plan.memory.chunk_count import chunks_wanted
@@ -10,15 +11,16 @@ from zinf_fx.plan.memory.packing import pack
 from zinf_fx.plan.memory.use import host_states, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import CHUNKS, MemoryRegions
+from zinf_fx.plan.schedule import CHUNKS, MemoryRegions, UpdateSchedule
+from zinf_fx.plan.update import update_of
 
 # How much smaller the optimizer's chunks may become, so that they have room to themselves, within a budget.
 _SMALLER = (1, 2, 4)
 
 
-def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions]:
-    """For each graph of a plan, by the number of each event that takes a buffer, the buffer's offset; and the regions
-    that these lie in.
+def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions, UpdateSchedule]:
+    """For each graph of a plan, by the number of each event that takes a buffer, the buffer's offset; the regions that
+    these lie in, and the optimizer's step in the room that it has there.
 
     The optimizer's chunks come first. They have room of their own during the forward graph, in which the step may go
     on, unless the budget has none: then the step ends where a tile needs the room. If `rates` say that it is of use,
@@ -30,7 +32,7 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
     whole = plan_chunk_buffers(plan).elements
     forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
     forms = [(CHUNKS, whole // divisor, forward) for divisor in _SMALLER] + [(CHUNKS, whole, range(0))]
-    if (count := chunks_wanted(plan, rates)) > CHUNKS:
+    if (count := chunks_wanted(replace(plan, update=update_of(plan, whole)), rates)) > CHUNKS:
         few, more = (plan_chunk_buffers(plan, whole, each).total for each in (CHUNKS, CHUNKS + 1))
         if more == few:  # the update of all elements has no more in buffers
             count = CHUNKS
@@ -51,7 +53,8 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
         for at in buffer.takers:
             offsets[at.graph][at.number] = offset
     in_chunk = plan_chunk_buffers(plan, elements).elements
-    return offsets, MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk, count)
+    regions = MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk, count)
+    return offsets, regions, update_of(replace(plan, regions=regions))
 
 
 def chunk_buffers_of(

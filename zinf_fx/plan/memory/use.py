@@ -14,10 +14,10 @@ from zinf_fx.adam import STATE_BYTES
 from zinf_fx.config import Config, Tier
 from zinf_fx.plan.chunks import elements_of_chunk
 from zinf_fx.plan.intervals import sums
-from zinf_fx.plan.memory.accounting import AT_ONCE, trained_in, whole_parameters
 from zinf_fx.plan.memory.buffers import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, GraphSchedule, Tile
+from zinf_fx.plan.update import BytesOfElement, prefetched_bytes, scratch_bytes, trained_in, whole_parameters
 from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks, round_up
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
@@ -86,17 +86,14 @@ class ChunkBuffers:
     """Of an optimizer's step: the elements of a chunk, and bytes of buffers.
 
     `opened` from its beginning on, for the fp32 scratch, a chunk under update and those that follow it; `later` for the
-    one before, when no gradients are on their way to NVMe any more. Chunks take turns in `count` equal parts. Of the
-    last, `writing` is needed while there are the others. Of `opened`, `ahead` is taken before there are gradients,
-    where backward reads ahead.
+    one before, when no gradients are on their way to NVMe any more. Of the last, `writing` is needed while there are
+    the others.
     """
 
     elements: int = 0
     opened: int = 0
     later: int = 0
     writing: int = 0
-    ahead: int = 0
-    count: int = CHUNKS
 
     @property
     def total(self) -> int:
@@ -118,29 +115,17 @@ def chunk_buffers(
     """
     if not trained:
         return ChunkBuffers()
-    bytes_of = [_bytes_in_chunk(tile) for tile in trained]
-    opened, written, scratch = (max(sizes) for sizes in zip(*bytes_of, strict=True))
+    opened, written, scratch = of_element = BytesOfElement.at_most(trained)
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     chunk = elements_of_chunk(chunk, opened + scratch, room)
-    together = without_gradients = 0  # bytes that the update of all takes
-    for tile, (each, states, _) in zip(trained, bytes_of, strict=True):
+    together = 0  # bytes that the update of all takes
+    for tile in trained:
         counts = tile.updated_elements(0 if tile.owned else config.stage)  # an owner may have all
-        charged = sum(round_up(elements, WINDOW_ALIGNMENT) for elements in counts)
-        together += charged * each
-        without_gradients += charged * states
+        together += sum(round_up(count, WINDOW_ALIGNMENT) for count in counts) * BytesOfElement.of(tile).opened
     most = min(together, count * chunk * opened)
     before = min(together, (count - 1) * chunk * opened)
     writing = max(most - before - chunk * (opened - written), 0)
-    scratch *= min(chunk, AT_ONCE)
-    ahead = min(without_gradients, (count - 1) * chunk * written) + scratch if count > CHUNKS else 0
-    return ChunkBuffers(chunk, before + scratch, most - before, writing, ahead, count)
-
-
-def _bytes_in_chunk(tile: Tile) -> tuple[int, int, int]:
-    """Per element of a parameter, what an update has in buffers, what of it is written back, and fp32 scratch."""
-    size = tile.dtype.itemsize
-    written = sum(tile.states.bytes_each) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
-    return written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes
+    return ChunkBuffers(chunk, before + scratch_bytes(of_element, chunk), most - before, writing)
 
 
 def host_states(plan: Plan) -> HostUse:
@@ -173,12 +158,12 @@ def host_arena(plan: Plan) -> list[HostUse]:
         there = replace(states, phase=graph.kind, chunks=_read_ahead(plan, graph))
         uses = (replace(there, gradients=gradients[now], tiles=tiles[now], writes=writes[now]) for now in times)
         found.append(max(uses, key=lambda use: use.total, default=there))
-    if trained_in(plan):
+    if plan.update.chunks:
         chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
         # With more chunks than the least, their room is for nothing else; else the last one's is where writes were.
         both = (chunks.writing, writes[clock.step])
-        found.append(replace(use, chunks=chunks.opened + (sum if chunks.count > CHUNKS else max)(both)))
+        found.append(replace(use, chunks=chunks.opened + (sum if plan.regions.chunk_count > CHUNKS else max)(both)))
     return found
 
 
@@ -233,7 +218,7 @@ def arena_by_operator(plan: Plan, graph: GraphSchedule) -> list[int]:
 
 def _read_ahead(plan: Plan, graph: GraphSchedule) -> int:
     """Bytes of the optimizer's chunks that are open at most while a graph computes, for the step that follows it."""
-    return plan_chunk_buffers(plan).ahead if graph.kind == "backward" else 0
+    return prefetched_bytes(plan) if graph.kind == "backward" else 0
 
 
 def _gradients(plan: Plan) -> list[int]:

@@ -14,12 +14,13 @@ from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.saving import checkpoint_sizes
-from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule
+from zinf_fx.plan.schedule import PROLOGUE, Chunk, GraphSchedule
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.living import placement_lines
 from zinf_fx.plan.show.memory_curve import render_curves
 from zinf_fx.plan.show.names import GraphNames, first_parameter, module_of, short_names
 from zinf_fx.plan.simulation.communication import communication
+from zinf_fx.plan.update import costs_of
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import counted, table
 
@@ -37,6 +38,8 @@ _TITLES: dict[str, tuple[str, str]] = {
 }
 # Widths of cells that are tried until a table fits, and whether cells then still say which operations are computed.
 _CELLS = [*((limit, True) for limit in range(40, 13, -1)), *((limit, False) for limit in range(24, 5, -1))]
+# Width of a cell that lists modules, where a table has no other that is wide.
+_LONGEST_CELL = 40
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
@@ -52,6 +55,8 @@ def render(plan: Plan, *, width: int = WIDTH, operators: range | None = None, gl
     for graph in plan.graphs:
         names = GraphNames(plan, graph, short)
         parts += [_graph(plan, graph, names, width, operators), *render_curves(plan, graph, glyphs, width)]
+    if plan.update.chunks and operators is None:
+        parts.append(_update(plan, short))
     parts += [_traffic(plan), _peaks(plan), _arena(plan), *_checkpoint(plan)]
     return "\n\n".join(parts) + "\n"
 
@@ -76,7 +81,7 @@ def _graph(plan: Plan, graph: GraphSchedule, names: GraphNames, width: int, want
     }
     sizes = {flow.operator: (flow.fetched, flow.device, flow.host) for flow in flows(plan, graph)}
     largest = max(map(max, sizes.values()))
-    unit, nbytes = next((unit for unit in _UNITS.items() if largest < 10_000 * unit[1]), ("GiB", _UNITS["GiB"]))
+    unit, nbytes = _unit(largest)
     heads = [("", "op"), ("", "computes"), *(_TITLES[k] for k in kinds), ("", "fetched"), ("in flight", "device")]
     header = list(zip(*heads, ("", "host"), strict=True))
     lines: list[list[str]] = []
@@ -176,6 +181,41 @@ def _middle_cut(name: str, limit: int) -> str:
         return name
     head = (limit - 1) // 3
     return f"{name[:head]}~{name[len(name) - (limit - 1 - head) :]}"
+
+
+def _update(plan: Plan, short: Mapping[str, str]) -> str:
+    """A line per chunk of the optimizer's step: what is updated, what that reads and writes, and where it lies."""
+    chunks, events = plan.update.chunks, plan.update.events
+    early = {event.chunk for event in events if event.prefetched}
+    offsets = {event.chunk: event.offset for event in events if event.offset is not None}
+    costs = costs_of(plan, plan.update)
+    unit, nbytes = _unit(max((size for cost in costs for size in (cost.read, cost.written)), default=0))
+    rows = []
+    for number, (chunk, cost) in enumerate(zip(chunks, costs, strict=True)):
+        first = cost.read - cost.gradients if number in early else 0
+        sizes = (first, cost.read - first, cost.written)
+        place = in_words(offsets[number]) if number in offsets else ""
+        cells = [f"{size / nbytes:.1f}" if size else "" for size in sizes]
+        modules = _fitting(_modules(plan, chunk, short), _LONGEST_CELL)
+        rows.append([str(number), modules, f"{cost.elements:,}", *cells, place])
+    header = [["chunk", "updates", "elements", "in backward", "reads", "writes", "offset"]]
+    if not early:
+        header, rows = ([[*row[:3], *row[4:]] for row in part] for part in (header, rows))
+    count = f"{counted(len(chunks), 'chunk')}, at most {plan.regions.chunk_count} in memory at a time"
+    return f"ADAM STEP: {count}; sizes in {unit}\n\n{_layout(header, rows, left=(1,))}"
+
+
+def _modules(plan: Plan, chunk: Chunk, short: Mapping[str, str]) -> list[str]:
+    """The short names of the modules of a chunk's parameters."""
+    tiles = ((plan.tiles[part.tile], part.member) for part in chunk.slices)
+    names = (tile.members[member].name if tile.members else tile.name for tile, member in tiles)
+    modules = dict.fromkeys(map(module_of, names))
+    return [short.get(module, module) for module in modules]
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    """The unit in which so many bytes have no more than four digits, and how many bytes it is."""
+    return next((unit for unit in _UNITS.items() if largest < 10_000 * unit[1]), ("GiB", _UNITS["GiB"]))
 
 
 # -- around the tables ------------------------------------------------------------------------------------------------

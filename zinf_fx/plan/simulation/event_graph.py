@@ -24,10 +24,9 @@ Dependencies alone don't have that path: it also leads through what kept a resou
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal
 
 from zinf_fx.config import Tier
@@ -35,17 +34,14 @@ from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.lifetimes import TRANSFERS, LiveRange
 from zinf_fx.plan.memory.accounting import (
-    Chunk,
     bytes_read,
     bytes_stored,
-    can_be_consumed_in_place,
-    chunks,
     gradient_copied,
     in_blocks,
     prefetched_gradient_buffers,
 )
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, Event, EventKind, GraphKind, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Tile, UpdateEvent, UpdateSchedule
 from zinf_fx.plan.simulation.communication import (
     all_gathered,
     reduced_in_group,
@@ -53,6 +49,7 @@ from zinf_fx.plan.simulation.communication import (
     refreshed,
     refreshed_tiles,
 )
+from zinf_fx.plan.update import ChunkCost, can_be_consumed_in_place, cost_of, names_in, update_of
 
 Resource = Literal["compute", "host", "link", "upload", "download", "disk"]
 RESOURCES: tuple[Resource, ...] = ("compute", "host", "link", "upload", "download", "disk")
@@ -152,6 +149,49 @@ class _Adding:
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+@dataclass
+class _Chunk:
+    """A chunk of the optimizer's step, with its events in their order.
+
+    Attributes:
+        names, ends: of its parameters' tiles; those of which it has the last elements.
+        updated: the chunk whose update comes before its read; None: there is none.
+        replaced: the one that was last in its place; None: there is none.
+        prefetched: whether what it needs besides gradients is read in the backward pass before.
+    """
+
+    on_device: bool
+    cost: ChunkCost
+    names: tuple[str, ...]
+    ends: list[str] = field(default_factory=list)
+    events: list[UpdateEvent] = field(default_factory=list)
+    updated: int | None = None
+    replaced: int | None = None
+    prefetched: bool = False
+
+
+def _chunks(plan: Plan, step: UpdateSchedule, in_place: bool) -> list[_Chunk]:
+    """The chunks of a step, and what they wait for. `in_place`: gradients that can be are consumed in place."""
+    chunks = [_Chunk(each.on_device, cost_of(plan, each, in_place), names_in(plan, each)) for each in step.chunks]
+    for name, number in {name: number for number, chunk in enumerate(chunks) for name in chunk.names}.items():
+        chunks[number].ends.append(name)
+    updated: int | None = None
+    latest: dict[int, int] = {}  # by offset, the chunk that was written from there
+    places = {event.chunk: event.offset for event in step.events if event.offset is not None}
+    for event in step.events:
+        chunk, place = chunks[event.chunk], places.get(event.chunk)
+        chunk.prefetched |= event.prefetched
+        if not event.prefetched:
+            chunk.events.append(event)
+        if event.kind == "read_states" and not event.prefetched:
+            chunk.updated, chunk.replaced = updated, None if place is None else latest.get(place)
+        elif event.kind == "update":
+            updated = event.chunk
+            if place is not None:
+                latest[place] = event.chunk
+    return chunks
+
+
 class _Builder:
     """Jobs so far, and what those to come wait for."""
 
@@ -166,12 +206,17 @@ class _Builder:
         self._left: list[int] = []  # the jobs that moved activations last
         self._adding: _Adding | None = None  # gradients to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
-        # Of the optimizer's step: the chunks to come, and the last jobs that updated, and wrote, those that came.
-        self._chunks = deque(chunks(plan, in_backward, in_backward and hardware.unified))
-        # By the numbers of chunks of the next step, the bytes that are still to be read of them in backward.
-        self._early = _read_in_backward(plan, self._chunks) if goes_on else {}
-        self._updates: list[tuple[int, ...]] = []
-        self._writes: list[tuple[int, ...]] = []
+        self._step = plan.update if goes_on else update_of(plan, in_backward=in_backward, prefetch=False)
+        self._chunks = _chunks(plan, self._step, in_backward and hardware.unified)
+        self._begun = 0  # how many of them were, where the optimizer steps in backward
+        # The chunks of the next step of which backward reads, in order: of one at each operator at most.
+        operators = sum(len(graph.operators) for graph in plan.graphs if graph.kind == "backward")
+        self._early = [event.chunk for event in self._step.events if event.prefetched][:operators]
+        self._read_before = frozenset(self._early)  # the same of this step, which the backward pass before read
+        # By the numbers of chunks, the jobs that read, updated and wrote them.
+        self._reads: dict[int, tuple[int, ...]] = {}
+        self._updates: dict[int, tuple[int, ...]] = {}
+        self._writes: dict[int, tuple[int, ...]] = {}
         # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
         self._in_backward = in_backward
         offloads = (plan.tiles[e.tile].name for graph in plan.graphs for e in graph.events if e.kind == "offload")
@@ -220,56 +265,69 @@ class _Builder:
     def add_optimizer(self) -> None:
         """The chunks of Adam's step that are left, when all gradients are there."""
         gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
-        while self._chunks:
-            first = len(self._updates) < self._plan.regions.chunk_count - 1 or self._in_backward
-            self._update(self._chunks.popleft(), gradients if first else ())
+        for event in self._step.events:
+            is_read = event.prefetched and event.chunk in self._read_before
+            if event.chunk >= self._begun and not is_read:
+                self._update(event, gradients)
 
-    def _update(self, chunk: Chunk, gradients: tuple[int, ...]) -> None:
-        """Update a chunk, with reads ahead of the update and writes behind it, as there is room for. `gradients`: the
-        jobs that end before it."""
-        number, together = len(self._updates), self._plan.regions.chunk_count
-        before = gradients
-        before += self._updates[number - together + 1] if number > together - 2 else ()
-        before += self._writes[number - together] if number > together - 1 else ()
-        early = self._early.get(number, 0)
-        resource, seconds = self._updated_by(chunk)
+    def _update(self, event: UpdateEvent, gradients: tuple[int, ...]) -> None:
+        """One event of the optimizer's step. `gradients`: the jobs that end before its chunk is read, or updated."""
+        number, chunk, cost = event.chunk, self._chunks[event.chunk], self._chunks[event.chunk].cost
         names = chunk.names
-        if read := self._disk(chunk.read - early, 0):
-            before = (self._add(f"read_states {number}", "disk", read, before, chunk.read - early, parameters=names),)
-        last = self._updates[-1] if self._updates else ()
-        update = self._add(f"update {number}", resource, seconds, (*last, *before), chunk.states, parameters=names)
-        self._updates.append((update,))
-        self._writes.append(self._updates[-1])
-        if write := self._disk(0, chunk.written):
+        if event.kind == "read_states":
+            without_gradients = cost.read - cost.gradients
+            nbytes = without_gradients if event.prefetched else cost.gradients if chunk.prefetched else cost.read
+            before = self._updates[chunk.updated] if chunk.updated is not None else gradients
+            before += gradients if self._in_backward else ()
+            before += self._writes[chunk.replaced] if chunk.replaced is not None else ()
+            if nbytes:
+                seconds = self._disk(nbytes, 0)
+                job = self._add(f"read_states {number}", "disk", seconds, before, nbytes, parameters=names)
+                before = (job,)
+            self._reads[number] = (*self._reads.get(number, ()), *before)
+        elif event.kind == "update":
+            before = self._reads.get(number, gradients if number == 0 or self._in_backward else ())
+            last = self._updates.get(number - 1, ())
+            resource, seconds = self._updated_by(chunk)
+            job = self._add(f"update {number}", resource, seconds, (*last, *before), cost.states, parameters=names)
+            self._updates[number] = self._writes[number] = (job,)
+            self._updated |= dict.fromkeys(chunk.ends, ((job,), (job,)))
+        else:
+            updated, write = self._updates[number], self._disk(0, cost.written)
             job = self._add(
-                f"write_states {number}", "disk", write, (update,), chunk.written, writes=True, parameters=names
+                f"write_states {number}", "disk", write, updated, cost.written, writes=True, parameters=names
             )
-            self._writes[-1] = (job,)
-        self._updated |= dict.fromkeys(chunk.ends, (self._updates[-1], self._writes[-1]))
+            self._writes[number] = (job,)
+            self._updated |= dict.fromkeys(chunk.ends, (updated, (job,)))
 
     def _update_what_is_whole(self, tile: Tile) -> None:
         """Where the optimizer steps in backward: another gradient of a parameter has left."""
         self._awaited[tile.name] -= 1
         self._whole[tile.name] += self._leaving.get(tile.label, self._program)
-        while self._chunks and not any(self._awaited[name] for name in self._chunks[0].names):
-            chunk = self._chunks.popleft()
-            self._update(chunk, tuple(job for name in chunk.names for job in self._whole[name]))
+        for number in range(self._begun, len(self._chunks)):
+            chunk = self._chunks[number]
+            if any(self._awaited[name] for name in chunk.names):
+                break
+            gradients = tuple(job for name in chunk.names for job in self._whole[name])
+            for event in chunk.events:
+                self._update(event, gradients)
+            self._begun = number + 1
 
     def _read_early(self) -> None:
-        """The states of the first chunk of the next step of which none are read yet."""
-        number = next(iter(self._early))
-        nbytes = self._early.pop(number)
+        """What the next step needs, besides gradients, of its first chunk of which nothing is read yet."""
+        number = self._early.pop(0)
+        nbytes = self._chunks[number].cost.read - self._chunks[number].cost.gradients
         self._add(f"read_states {number}", "disk", self._disk(nbytes, 0), self._program, nbytes)
 
-    def _updated_by(self, chunk: Chunk) -> tuple[Resource, float]:
+    def _updated_by(self, chunk: _Chunk) -> tuple[Resource, float]:
         """What updates a chunk, and for how long."""
         hardware = self._hardware
         if chunk.on_device and not hardware.unified:
-            return "compute", hardware.device.seconds(chunk.states, chunk.states)
-        seconds = hardware.host.seconds(chunk.states, chunk.states)
+            return "compute", hardware.device.seconds(chunk.cost.states, chunk.cost.states)
+        seconds = hardware.host.seconds(chunk.cost.states, chunk.cost.states)
         if hardware.updates is not None:
-            seconds = chunk.elements / hardware.updates
-        for count, rate in ((chunk.codes, hardware.codes), (chunk.splits, hardware.splits)):
+            seconds = chunk.cost.elements / hardware.updates
+        for count, rate in ((chunk.cost.codes, hardware.codes), (chunk.cost.splits, hardware.splits)):
             seconds += count / rate if rate is not None else 0.0
         return "compute" if hardware.unified else "host", seconds * hardware.ranks_per_node
 
@@ -396,14 +454,3 @@ class _Builder:
             self._started = 0
         self.jobs.append(Job(name, resource, seconds, tuple(dict.fromkeys(after)), nbytes, load, blocks, parameters))
         return len(self.jobs) - 1
-
-
-def _read_in_backward(plan: Plan, several: Iterable[Chunk]) -> dict[int, int]:
-    """By the numbers of chunks, the bytes that backward reads for the next step: of as many chunks as there is room for
-    but one, and of one at each operator at most."""
-    together = plan.regions.chunk_count
-    if together == CHUNKS:
-        return {}
-    operators = sum(len(graph.operators) for graph in plan.graphs if graph.kind == "backward")
-    early = islice(enumerate(several), min(together - 1, operators))
-    return {number: chunk.read_early for number, chunk in early if chunk.read_early}

@@ -1,0 +1,221 @@
+"""The optimizer's step as events of a plan: in which order chunks are read, updated and written, where they lie, and
+what a step of Adam does to each of them on one rank.
+
+[Note: the optimizer's step]
+Chunks are in the order in which forward uses their parameters. As many of them as there is room for are in memory at a
+time: under update, being read, and being written. They take turns in equal parts of that room, so a chunk is read when
+the one that had its part is written. Where there is room for more than the least, backward reads what the first ones
+need besides gradients. The events say the order and the places, not the times: disks vary, and each event happens as
+soon as what it needs is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zinf_fx.adam import STATE_BYTES
+from zinf_fx.plan.chunks import AT_ONCE, Piece, charged, cut, elements_of_chunk, part_of
+from zinf_fx.plan.plan import Plan
+from zinf_fx.plan.schedule import CHUNKS, Chunk, Slice, Tile, UpdateEvent, UpdateSchedule
+from zinf_fx.sizes import blocks
+
+
+def trained_in(plan: Plan) -> list[Tile]:
+    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
+    return whole_parameters(tile for tile in plan.tiles if tile.gradient_tier is not None)
+
+
+def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
+    """Parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
+    found: dict[str, Tile] = {}
+    for tile in tiles:
+        before = found.setdefault(tile.name, tile)
+        if before is not tile and tile.rows:
+            shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
+            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
+    return list(found.values())
+
+
+class BytesOfElement(NamedTuple):
+    """What the update of an element of a parameter takes: in buffers, of these what is written back, and in fp32
+    scratch."""
+
+    opened: int
+    written: int
+    scratch: int
+
+    @classmethod
+    def of(cls, tile: Tile) -> BytesOfElement:
+        """Those of a tile's parameters."""
+        size = tile.dtype.itemsize
+        written = sum(tile.states.bytes_each) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
+        return cls(written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes)
+
+    @classmethod
+    def at_most(cls, tiles: Iterable[Tile]) -> BytesOfElement:
+        """Of any parameter of some tiles."""
+        return cls(*(max(sizes) for sizes in zip(*map(cls.of, tiles), strict=True)))
+
+
+def scratch_bytes(of_element: BytesOfElement, elements: int) -> int:
+    """Bytes of fp32 scratch for chunks of so many elements, which lies before them."""
+    return of_element.scratch * min(elements, AT_ONCE)
+
+
+class _Parameter(NamedTuple):
+    """A parameter to be cut: its place in the order of updates, its tile and the index of that, its number there."""
+
+    place: int
+    tile: int
+    member: int
+    on_device: bool
+
+
+def update_of(
+    plan: Plan,
+    elements: int | None = None,
+    together: int | None = None,
+    *,
+    in_backward: bool = False,
+    prefetch: bool = True,
+) -> UpdateSchedule:
+    """The optimizer's step that follows a plan's graphs. See [Note: the optimizer's step].
+
+    Args:
+        elements: of a chunk; default as the plan's regions, or its options, say.
+        together: how many chunks are in memory at a time; default as the plan's regions say.
+        in_backward: the optimizer steps in backward, in the order in which gradients are whole.
+        prefetch: the step goes on in the next forward pass, so that backward reads ahead.
+    """
+    if not (trained := trained_in(plan)):
+        return UpdateSchedule()
+    elements = elements or plan.regions.chunk_elements or elements_of_chunk(plan.config.chunk // STATE_BYTES)
+    together = together or plan.regions.chunk_count
+    first = {tile.name: len(plan.tiles) - 1 - number for number, tile in enumerate(reversed(plan.tiles))}
+    parameters = [
+        (_Parameter(place, first[tile.name], member, tile.state_tier == "device"), (range(count),))
+        for place, tile in enumerate(_in_order_of_updates(plan, trained, in_backward))
+        for member, count in enumerate(tile.updated_elements(plan.stage))
+    ]
+    cuts: list[tuple[Piece[_Parameter], ...]] = []
+    for on_device in (False, True):
+        cuts += cut((updated for updated in parameters if updated[0].on_device == on_device), elements)
+    cuts.sort(key=lambda pieces: pieces[0].owner.place)
+    chunks = tuple(
+        Chunk(tuple(Slice(p.owner.tile, p.start, p.count, p.owner.member) for p in pieces), pieces[0].owner.on_device)
+        for pieces in cuts
+    )
+    of_element = BytesOfElement.at_most(trained)
+    scratch, nbytes = scratch_bytes(of_element, elements), elements * of_element.opened
+    starts = (part_of(number, nbytes, scratch, together).start for number in range(len(chunks)))
+    room = plan.regions.chunks or math.inf  # which ends early where all chunks together take less
+    offsets = [start if nbytes and start < room else None for start in starts]
+    prefetched = together - 1 if prefetch and together > CHUNKS else 0
+    return UpdateSchedule(chunks, tuple(_events(plan, chunks, offsets, together, prefetched)))
+
+
+def _events(
+    plan: Plan, chunks: tuple[Chunk, ...], offsets: list[int | None], together: int, prefetched: int
+) -> Iterator[UpdateEvent]:
+    """`prefetched`: of how many chunks backward reads what it can."""
+    costs = [cost_of(plan, chunk) for chunk in chunks]
+    early = [number < prefetched and cost.read > cost.gradients for number, cost in enumerate(costs)]
+    for number in range(len(chunks)):
+        if early[number]:
+            yield UpdateEvent("read_states", number, prefetched=True, offset=offsets[number])
+    read = 0
+    for number, cost in enumerate(costs):
+        for ahead in range(read, min(number + together - 1, len(chunks))):
+            if costs[ahead].gradients if early[ahead] else costs[ahead].read:
+                yield UpdateEvent("read_states", ahead, offset=offsets[ahead])
+            read = ahead + 1
+        yield UpdateEvent("update", number, offset=None if cost.read else offsets[number] if cost.written else None)
+        if cost.written:
+            yield UpdateEvent("write_states", number)
+
+
+def _in_order_of_updates(plan: Plan, trained: Iterable[Tile], in_backward: bool) -> list[Tile]:
+    """What is trained, in the order of first uses, or `in_backward` of last gradients."""
+    events = (event for graph in plan.graphs for event in graph.events)
+    if in_backward:
+        offloaded = [plan.tiles[event.tile].name for event in events if event.kind == "offload"]
+        place = {name: -number for number, name in enumerate(dict.fromkeys(reversed(offloaded)))}
+    else:
+        place = {name: n for n, name in enumerate(dict.fromkeys(plan.tiles[event.tile].name for event in events))}
+    return sorted(trained, key=lambda tile: place.get(tile.name, len(place)))
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What a step of Adam does to a chunk on one rank.
+
+    Attributes:
+        elements: that it updates.
+        states: bytes of states that the arithmetic reads, and writes.
+        read, written: bytes from NVMe, and to it. A parameter that is its own master, or a part of it, is read too.
+        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
+        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
+    """
+
+    elements: int = 0
+    states: int = 0
+    read: int = 0
+    written: int = 0
+    gradients: int = 0
+    codes: int = 0
+    splits: int = 0
+
+
+def cost_of(plan: Plan, chunk: Chunk, in_place: bool = False) -> ChunkCost:
+    """The cost of a chunk. Slices begin at whole blocks of the store, so all chunks together have exactly what their
+    parameters have. `in_place`: gradients that can be are consumed where they were computed, and not read."""
+    total = ChunkCost()
+    for part in chunk.slices:
+        tile, count = plan.tiles[part.tile], part.count
+        value = blocks(count * tile.dtype.itemsize)
+        states = [count * nbytes for nbytes in tile.states.bytes_each]
+        stored = sum(map(blocks, states)) if tile.state_tier == "nvme" else 0
+        is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
+        gradient = value if is_read else 0
+        weights = value if tile.tier == "nvme" else 0
+        codes, splits = tile.states.recoded
+        total = ChunkCost(
+            elements=total.elements + count,
+            states=total.states + sum(states),
+            read=total.read + stored + gradient + (weights if tile.states.reads_weights else 0),
+            written=total.written + stored + weights,
+            gradients=total.gradients + gradient,
+            codes=total.codes + count * codes,
+            splits=total.splits + count * splits,
+        )
+    return total
+
+
+def costs_of(plan: Plan, update: UpdateSchedule, in_place: bool = False) -> list[ChunkCost]:
+    """The cost of each chunk."""
+    return [cost_of(plan, chunk, in_place) for chunk in update.chunks]
+
+
+def can_be_consumed_in_place(tile: Tile) -> bool:
+    """Whether an optimizer that steps in backward can have the tile's gradient as it was computed, where it updates:
+    whole, and not reduced over ranks."""
+    return tile.rows is None and tile.ranks == 1
+
+
+def names_in(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
+    """The names of the tiles that a chunk's parameters are of."""
+    return tuple(dict.fromkeys(plan.tiles[part.tile].name for part in chunk.slices))
+
+
+def prefetched_bytes(plan: Plan) -> int:
+    """Bytes of buffers that are taken in backward at most, for what it reads for the optimizer's step."""
+    early = [plan.update.chunks[event.chunk] for event in plan.update.events if event.prefetched]
+    if not early:
+        return 0
+    slices = [(BytesOfElement.of(plan.tiles[part.tile]), part) for chunk in early for part in chunk.slices]
+    of_element = BytesOfElement.at_most(trained_in(plan))
+    scratch = scratch_bytes(of_element, plan.regions.chunk_elements)
+    return scratch + sum(of_tile.written * charged(part.count) for of_tile, part in slices)
