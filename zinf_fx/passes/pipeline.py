@@ -259,7 +259,7 @@ def _run_each(
     graphs: Sequence[tuple[fx.Graph, GraphContext]], passes: Sequence[Pass]
 ) -> list[tuple[fx.Graph, GraphContext]]:
     """Run a pass on each graph."""
-    return [(graph, run_passes(graph, context, [each])) for (graph, context), each in zip(graphs, passes, strict=True)]
+    return [(graph, run_passes(graph, context, [step])) for (graph, context), step in zip(graphs, passes, strict=True)]
 
 
 def plan_of(graphs: Sequence[tuple[fx.Graph, GraphContext]]) -> Plan:
@@ -289,21 +289,21 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
     """
     placeholders = tuple(n.name for n in graph.find_nodes(op="placeholder"))
     targets = {node: node.target for node in graph.nodes}
-    for each in passes:
-        if missing := set(each.requires) - context.provided:
-            raise PlanError(f"pass '{each.name}' requires {sorted(missing)}, which no pass before it provides")
+    for step in passes:
+        if missing := set(step.requires) - context.provided:
+            raise PlanError(f"pass '{step.name}' requires {sorted(missing)}, which no pass before it provides")
         started = time.perf_counter()
-        context = each(graph, context)
+        context = step(graph, context)
         seconds = time.perf_counter() - started
-        context = replace(context, provided=context.provided | frozenset(each.provides))
+        context = replace(context, provided=context.provided | frozenset(step.provides))
         for node in graph.nodes:
             if targets.get(node) is not node.target:
                 targets[node] = node.target
-                node.meta[MADE_BY] = each.name
+                node.meta[MADE_BY] = step.name
         graph.lint()
-        spec.check(graph, context, placeholders, each.name)
+        spec.check(graph, context, placeholders, step.name)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("after %s (%.1f ms):\n%s", each.name, seconds * 1e3, print_graph(graph, context))
+            log.debug("after %s (%.1f ms):\n%s", step.name, seconds * 1e3, print_graph(graph, context))
     return context
 
 

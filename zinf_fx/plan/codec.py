@@ -32,7 +32,7 @@ def encode(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, (tuple, list)):
-        return [one if type(one) in (int, str) else encode(one) for one in value]
+        return [item if type(item) in (int, str) else encode(item) for item in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Config):
@@ -40,12 +40,12 @@ def encode(value: object) -> Any:
     if isinstance(value, (Placement, PlacementRules)):
         return {name: encode(getattr(value, name)) for name in defaults(type(value))}
     if is_dataclass(value):
-        found = {}
+        fields_set = {}
         for name, default in defaults(type(value)).items():
-            one = getattr(value, name)
-            if one != default:
-                found[name] = one if type(one) in (int, str) else encode(one)  # most are
-        return found
+            field_value = getattr(value, name)
+            if field_value != default:
+                fields_set[name] = field_value if type(field_value) in (int, str) else encode(field_value)  # most are
+        return fields_set
     raise TypeError(f"a plan has no field of type {type(value).__name__}")
 
 
@@ -69,8 +69,8 @@ def shared_options() -> list[str]:
 @cache
 def defaults(kind: type) -> dict[str, object]:
     """The fields of a dataclass, with their defaults; MISSING where there is none."""
-    made = {one.name: one.default_factory for one in fields(kind) if one.default_factory is not MISSING}
-    return {one.name: made[one.name]() if one.name in made else one.default for one in fields(kind)}
+    made = {member.name: member.default_factory for member in fields(kind) if member.default_factory is not MISSING}
+    return {member.name: made[member.name]() if member.name in made else member.default for member in fields(kind)}
 
 
 @cache
@@ -117,7 +117,7 @@ def _reader(kind: Any) -> _Reader:
         names, values = arguments
         return _object(dict.fromkeys(get_args(names), _reader(values)), (), dict, least=1)
     if origin in (Union, types.UnionType) and type(None) in arguments:
-        (other,) = (each for each in arguments if each is not type(None))
+        (other,) = (argument for argument in arguments if argument is not type(None))
         read = _reader(other)
         return lambda value: None if value is None else read(value)
     raise TypeError(f"no field that is read is of type {kind}")
@@ -169,8 +169,8 @@ def _list(kinds: tuple[Any, ...]) -> _Reader:
             raise _Unfit(f"={_shown(value)} is not a list" + ("" if repeated else f" of {len(readers)}"))
         made: list[object] = []
         try:
-            for one, read_one in zip(value, readers * len(value) if repeated else readers, strict=True):
-                made.append(read_one(one))
+            for item, read_item in zip(value, readers * len(value) if repeated else readers, strict=True):
+                made.append(read_item(item))
         except _Unfit as unfit:
             raise unfit.inside(len(made)) from None
         return tuple(made)
@@ -185,11 +185,11 @@ def _object(readers: Mapping[str, _Reader], required: Collection[str], make: Cal
         if not isinstance(value, dict) or len(value) < least:
             raise _Unfit(f"={_shown(value)} is not a table of {', '.join(readers)}")
         made = {}
-        for name, one in value.items():
+        for name, field_value in value.items():
             if name not in readers:
                 raise _Unfit(f": unknown field {_shown(name)}; accepted: {', '.join(readers)}")
             try:
-                made[name] = readers[name](one)
+                made[name] = readers[name](field_value)
             except _Unfit as unfit:
                 raise unfit.inside(name) from None
         for name in required:
@@ -212,10 +212,10 @@ def _config(**options: object) -> Config:
 
 
 def _dtype(value: object) -> torch.dtype:
-    found = dtypes().get(value) if isinstance(value, str) else None
-    if found is None:
+    dtype = dtypes().get(value) if isinstance(value, str) else None
+    if dtype is None:
         raise _Unfit(f"={_shown(value)} is no dtype")
-    return found
+    return dtype
 
 
 def _shown(value: object) -> str:

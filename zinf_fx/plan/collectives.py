@@ -16,15 +16,15 @@ def collectives_in(schedule: GraphSchedule) -> list[Event]:
     All-gathers and reduce-scatters do. Where every rank has all of a parameter, and updates its own share only, the
     fetch starts to gather what other ranks updated.
     """
-    found = []
+    collectives = []
     for event in schedule.events:
         tile = schedule.tiles[event.tile]
         alone = tile.activation or tile.ranks * tile.replicas == 1
         refreshes = event.kind == "fetch" and tile.ranks > 1 and not tile.partitioned
         gathers = event.kind == "allgather" and tile.partitioned
         if not alone and (refreshes or gathers or event.kind == "reduce_scatter"):
-            found.append(event)
-    return found
+            collectives.append(event)
+    return collectives
 
 
 def common_to_ranks(plan: Plan) -> list[str]:

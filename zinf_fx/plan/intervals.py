@@ -7,35 +7,35 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
-def overlap(one: range, other: range) -> bool:
+def overlap(first: range, second: range) -> bool:
     """Whether two ranges have a number in common, neither of them empty."""
-    return one.start < other.stop and other.start < one.stop
+    return first.start < second.stop and second.start < first.stop
 
 
-def common(one: range, other: range) -> range:
+def common(first: range, second: range) -> range:
     """The numbers that both have."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def merged(ranges: Iterable[range]) -> list[range]:
     """The same numbers in as few ranges as possible, in order."""
-    found: list[range] = []
-    for one in sorted(ranges, key=lambda one: one.start):
-        if not one:
+    joined: list[range] = []
+    for part in sorted(ranges, key=lambda part: part.start):
+        if not part:
             continue
-        if found and one.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        if joined and part.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, part.stop))
         else:
-            found.append(one)
-    return found
+            joined.append(part)
+    return joined
 
 
 def sums(sizes: Sequence[tuple[range, int]], over: range) -> list[int]:
     """For each number of `over`, the sum of the sizes whose ranges it is in; ranges end where `over` ends."""
     change = [0] * (len(over) + 1)
-    for one, size in sizes:
-        change[max(one.start, over.start) - over.start] += size
-        change[min(one.stop, over.stop) - over.start] -= size
+    for numbers, size in sizes:
+        change[max(numbers.start, over.start) - over.start] += size
+        change[min(numbers.stop, over.stop) - over.start] -= size
     return list(accumulate(change))[:-1]
 
 

@@ -168,8 +168,8 @@ class Lifetimes:
     def reuses(self, tile: int) -> Iterator[Reuse]:
         """The pairs of consecutive live ranges of a tile. The last is followed by the first, in the next step."""
         live_ranges = self.of_tile[tile]
-        for one, other in pairwise(live_ranges):
-            yield Reuse(one, other, False)
+        for before, after in pairwise(live_ranges):
+            yield Reuse(before, after, False)
         yield Reuse(live_ranges[-1], live_ranges[0], True)
 
     def kept_at_begin(self, graph: int) -> frozenset[int]:
@@ -214,11 +214,11 @@ class Lifetimes:
     @cached_property
     def _begun_early(self) -> dict[int, list[LiveRange]]:
         """By tile, the live ranges that begin in the graph before: no others overlap with one."""
-        found: defaultdict[int, list[LiveRange]] = defaultdict(list)
+        begun_early: defaultdict[int, list[LiveRange]] = defaultdict(list)
         for live_range in self:
             if live_range.prefetched:
-                found[live_range.tile].append(live_range)
-        return dict(found)
+                begun_early[live_range.tile].append(live_range)
+        return dict(begun_early)
 
     @cached_property
     def _live_ranges(self) -> dict[tuple[int, int], LiveRange]:
@@ -320,8 +320,8 @@ class _Reader:
         if event.kind == "fetch":
             ahead = self.started.pop(tile, {})
             holds = tile in self._held_before if ahead else tile in self.ahead
-            found: Found = "kept" if event.resident else "held" if holds else "away"
-            self._begun[tile] = LiveRange(tile, self._graph, self._counts[tile], {}, ahead, found, kept=False)
+            finds: Found = "kept" if event.resident else "held" if holds else "away"
+            self._begun[tile] = LiveRange(tile, self._graph, self._counts[tile], {}, ahead, finds, kept=False)
             self._counts[tile] += 1
         self._begun[tile].steps[event.kind] = at
         return replace(self._begun.pop(tile), kept=event.resident) if event.kind == "release" else None

@@ -35,21 +35,21 @@ def pack_limit(config: Config, *, copied: bool) -> int | None:
 K = TypeVar("K")
 
 
-def in_packs(several: Iterable[tuple[K, Hashable, int]], limit: int) -> list[list[K]]:
+def in_packs(sized: Iterable[tuple[K, Hashable, int]], limit: int) -> list[list[K]]:
     """Of several things, each with its kind and its bytes in whole blocks, those that move together: of one kind, in
     the order in which they come, `limit` bytes at most."""
-    found: list[list[K]] = []
+    packs: list[list[K]] = []
     latest: dict[Hashable, tuple[list[K], int]] = {}  # by kind, a pack and its bytes
-    for one, kind, nbytes in several:
+    for thing, kind, nbytes in sized:
         if nbytes > limit:
             continue
         pack, taken = latest.get(kind, ([], limit + 1))
         if taken + nbytes > limit:
             pack, taken = [], 0
-            found.append(pack)
-        pack.append(one)
+            packs.append(pack)
+        pack.append(thing)
         latest[kind] = pack, taken + nbytes
-    return [pack for pack in found if len(pack) > 1]
+    return [pack for pack in packs if len(pack) > 1]
 
 
 def has_own_memory(device: str) -> bool:

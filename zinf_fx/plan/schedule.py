@@ -165,7 +165,7 @@ class Tile:
     @property
     def opens_operator(self) -> bool:
         """Matrices separate operators; vectors (biases, norms) ride along, so repeated layers give equal regions."""
-        return any(len(one.shape) >= 2 for one in self.members or (self,))
+        return any(len(parameter.shape) >= 2 for parameter in self.members or (self,))
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,10 @@ class GraphSchedule:
 
     @cached_property
     def _by_operator(self) -> dict[int, list[tuple[int, Event]]]:
-        found: dict[int, list[tuple[int, Event]]] = {}
+        by_operator: dict[int, list[tuple[int, Event]]] = {}
         for number, event in enumerate(self.events):
-            found.setdefault(event.operator, []).append((number, event))
-        return found
+            by_operator.setdefault(event.operator, []).append((number, event))
+        return by_operator
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,8 @@ class Shards:
         together = self.step if self.owner is not None else self.ranks * self.step
         unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
         most = max(limit // (per_row * unit), 1) * unit
-        each = round_up(-(-rows // -(-rows // most)), unit)
-        return replace(self, segment=min(each * per_row, self.numel))
+        rows_of_tile = round_up(-(-rows // -(-rows // most)), unit)
+        return replace(self, segment=min(rows_of_tile * per_row, self.numel))
 
     def in_blocks(self, elements: int) -> Shards:
         """The division of the tensor's blocks of so many elements, each of which is a part of one shard."""
@@ -133,15 +133,15 @@ class Shards:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """In order; one, if there are no elements."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         held = 0
         for start in range(0, max(self.numel, 1), max(self.segment, 1)):
             shard = count = min(self.segment, self.numel - start)
             if self.owner is None:
                 shard = round_up(count, self.ranks * self.step) // self.ranks
-            found.append(Segment(start, count, self.ranks, shard, held, self.owner))
+            segments.append(Segment(start, count, self.ranks, shard, held, self.owner))
             held += shard
-        return tuple(found)
+        return tuple(segments)
 
     @property
     def size(self) -> int:
@@ -151,7 +151,7 @@ class Shards:
     @cached_property
     def padded(self) -> int:
         """Elements of all shards together."""
-        return sum(one.padded for one in self.segments)
+        return sum(segment.padded for segment in self.segments)
 
     def held_by(self, rank: int) -> int:
         """Elements of one rank's shard, with padding."""
@@ -159,15 +159,16 @@ class Shards:
 
     def within(self, start: int, count: int) -> tuple[Segment, ...]:
         """The segments that so many elements from `start` on are."""
-        each = max(self.segment, 1)
-        first = start // each
-        found = self.segments[first : first + max(-(-count // each), 1)]
-        assert found and (found[0].start, sum(one.count for one in found)) == (start, count), (self, start, count)
-        return found
+        per_segment = max(self.segment, 1)
+        first = start // per_segment
+        covered = self.segments[first : first + max(-(-count // per_segment), 1)]
+        elements = sum(segment.count for segment in covered)
+        assert covered and (covered[0].start, elements) == (start, count), (self, start, count)
+        return covered
 
     def of_rank(self, rank: int) -> tuple[range, ...]:
         """The elements of one rank's shard, without padding: none of small tensors for the last ranks."""
-        parts = [one.of_rank(rank) for one in self.segments]
+        parts = [segment.of_rank(rank) for segment in self.segments]
         return tuple(part for part in parts if part) or (range(self.numel, self.numel),)
 
     def position(self, rank: int, element: int) -> int:

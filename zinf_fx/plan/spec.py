@@ -76,8 +76,8 @@ def _tables(step: StepGraphs) -> Violations:
     for graph in step.graphs[1:]:
         if len(graph.tiles) != len(first):
             yield f"the {graph.kind} graph has {len(graph.tiles)}, and the first {len(first)}", None
-        for number, (one, other) in enumerate(zip(first, graph.tiles, strict=False)):
-            if one != other:
+        for number, (tile, theirs) in enumerate(zip(first, graph.tiles, strict=False)):
+            if tile != theirs:
                 yield f"tiles[{number}] of the {graph.kind} graph is another than that of the first", None
 
 
@@ -86,8 +86,8 @@ def _operators(step: StepGraphs) -> Violations:
     for at, graph, event in step.events():
         before, count = last[at.graph], max(len(graph.operators), 1)
         if not before <= event.operator < count:
-            found = f"events[{at.number}] ({event.kind}) is in operator {event.operator}"
-            yield f"{found}, after {before} and of {count}", at
+            place = f"events[{at.number}] ({event.kind}) is in operator {event.operator}"
+            yield f"{place}, after {before} and of {count}", at
         last[at.graph] = event.operator
 
 
@@ -120,8 +120,8 @@ def _reductions(step: StepGraphs) -> Violations:
 def _kept(step: StepGraphs) -> Violations:
     for live_range in step.lifetimes:
         events = step.graphs[live_range.graph].events
-        found = [events[live_range.steps[kind].number].resident for kind in TRANSFERS]
-        if any(found) and not all(found):
+        marks = [events[live_range.steps[kind].number].resident for kind in TRANSFERS]
+        if any(marks) and not all(marks):
             yield f"only some of the transfers of {step.name(live_range.tile)} find it", live_range.fetch
     for tile in step.lifetimes.of_tile:
         for before, after, next_step in step.lifetimes.reuses(tile):

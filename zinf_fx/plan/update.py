@@ -30,13 +30,13 @@ def trained_in(plan: Plan) -> list[Tile]:
 
 def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
     """Parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
-    found: dict[str, Tile] = {}
+    parameters: dict[str, Tile] = {}
     for tile in tiles:
-        before = found.setdefault(tile.name, tile)
+        before = parameters.setdefault(tile.name, tile)
         if before is not tile and tile.rows:
             shape = (before.shape[0] + tile.shape[0], *tile.shape[1:])
-            found[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
-    return list(found.values())
+            parameters[tile.name] = replace(before, shape=shape, shard=before.shard + tile.shard)
+    return list(parameters.values())
 
 
 class BytesOfElement(NamedTuple):

@@ -53,9 +53,9 @@ def choices_in(graph: fx.Graph, before: frozenset[fx.Node]) -> tuple[Choice, ...
             return None, None, meta.get(LEAVES)
         return meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE, meta.get("ac_graph_id"), meta.get(LEAVES)
 
-    found = []
+    choices = []
     for (recomputed, segment, leaves), alike in groupby(enumerate(list(graph.nodes)), chosen):
         numbers = [number for number, _ in alike]
         if recomputed is not None or leaves is not None:
-            found.append(Choice(numbers[0], numbers[-1] + 1, recomputed, segment, leaves))
-    return tuple(found)
+            choices.append(Choice(numbers[0], numbers[-1] + 1, recomputed, segment, leaves))
+    return tuple(choices)

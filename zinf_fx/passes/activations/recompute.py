@@ -64,13 +64,13 @@ def _saved_at(segments: Segments, candidates: Sequence[int]) -> list[list[int]]:
     """By candidate, and by the number of the segment's begin (0: that of the graph, n + 1: behind candidate n), the
     bytes that a cut there saves and the cut at the begin doesn't: what crosses and was computed in between."""
     made_at = {node: position for position, nodes in enumerate(segments.made) for node in nodes}
-    found = []
+    saved = []
     for number, cut in enumerate(candidates):
         computed_in = [0] * (number + 1)  # what crosses, by the begin that its computation is the first to follow
         for node in segments.crossing[cut]:
             computed_in[bisect_left(candidates, made_at[node], hi=number)] += bytes_computed(node)
-        found.append(list(accumulate(reversed(computed_in)))[::-1])
-    return found
+        saved.append(list(accumulate(reversed(computed_in)))[::-1])
+    return saved
 
 
 def _least_peak(begins: Sequence[int], total: int, saved: Sequence[Sequence[int]]) -> list[int]:

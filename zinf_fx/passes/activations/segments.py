@@ -60,15 +60,15 @@ class Segments:
         """For each layer that parameters' names tell of (`blocks.3.mlp.up.weight`), in the order of their use, the
         position behind which it begins: where least crosses, between the uses of its parameters and of those before."""
         begun: set[tuple[str, str] | None] = {None}
-        found, last_use = [], -1
+        boundaries, last_use = [], -1
         for position, node in enumerate(self.forward):
             for layer in map(self._layer_of, self._parameters_of(node)):
                 between = range(max(last_use, 0), position)
                 if layer not in begun and between:
-                    found.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
+                    boundaries.append(min(between, key=lambda p: sum(map(bytes_computed, self.crossing[p]))))
                 begun.add(layer)
                 last_use = position
-        return found
+        return boundaries
 
     def _parameters_of(self, node: fx.Node) -> Iterable[fx.Node]:
         """The gathers, or members of packs, whose values a node computes with."""
@@ -84,8 +84,8 @@ class Segments:
             name = self._context.member_of(source).name
         else:
             name = self._context.tile_of(source).name
-        found = _LAYER.match(name)
-        return (found[1] or "", found[2]) if found else None
+        matched = _LAYER.match(name)
+        return (matched[1] or "", matched[2]) if matched else None
 
     def tag(self, cuts: Sequence[int], recomputed: Collection[int]) -> None:
         """Tell the partitioner to compute the segments in `recomputed` again, and to save what crosses the cuts around
@@ -108,16 +108,16 @@ class Segments:
 
     def between(self, cuts: Sequence[int]) -> list[list[fx.Node]]:
         """The nodes of each segment, in order."""
-        found: list[list[fx.Node]] = [[]]
+        segments: list[list[fx.Node]] = [[]]
         number_of: dict[fx.Node, int] = {}
         ends = set(cuts)
         for position, node in enumerate(self.forward):
             # A member of a tuple is computed with the tuple.
-            number_of[node] = number = number_of.get(source_of(node), len(found) - 1)
-            found[number].append(node)
+            number_of[node] = number = number_of.get(source_of(node), len(segments) - 1)
+            segments[number].append(node)
             if position in ends:
-                found.append([])
-        return found
+                segments.append([])
+        return segments
 
 
 def has_effects(node: fx.Node) -> bool:

@@ -46,9 +46,9 @@ def _shared_arguments(target: torch._ops.OpOverload) -> tuple[str, ...]:
     )
 
 
-def _overlap(one: set[str], other: set[str]) -> bool:
+def _overlap(first: set[str], second: set[str]) -> bool:
     """Whether two alias sets of a schema meet; that of a list (`split` returns one) is unknown, and empty."""
-    return not one or not other or bool(one & other)
+    return not first or not second or bool(first & second)
 
 
 def memory_node(node: fx.Node) -> fx.Node:
@@ -76,12 +76,12 @@ def is_view_node(node: fx.Node) -> bool:
 def readers_of(node: fx.Node) -> list[fx.Node]:
     """Every node that looks at the memory of `node`: its aliases, their users, and what waits for collectives among
     these."""
-    found = {reader: None for alias in aliases_of(node) for reader in (alias, *alias.users)}
-    for reader in list(found):
+    readers = {reader: None for alias in aliases_of(node) for reader in (alias, *alias.users)}
+    for reader in list(readers):
         if is_collective(reader):
             users = [user for user in reader.users if user.target is operator.getitem]
-            found |= dict.fromkeys(wait for started in (reader, *users) for wait in started.users)
-    return list(found)
+            readers |= dict.fromkeys(wait for started in (reader, *users) for wait in started.users)
+    return list(readers)
 
 
 def _started(node: fx.Node) -> fx.Node:
@@ -91,11 +91,11 @@ def _started(node: fx.Node) -> fx.Node:
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:
     """`node` and every later node whose result may share its memory."""
-    found = {node}
+    aliases = {node}
     order = [node]
     for candidate in order:
         for user in candidate.users:
-            if user not in found and candidate in aliased_inputs(user):
-                found.add(user)
+            if user not in aliases and candidate in aliased_inputs(user):
+                aliases.add(user)
                 order.append(user)
     return order

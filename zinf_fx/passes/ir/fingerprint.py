@@ -38,17 +38,18 @@ def fingerprint_of(graph: fx.Graph, context: GraphContext, roles: Mapping[str, s
     return Fingerprint(torch.__version__, version("zinf-fx"), tuple(known), tuple(nodes))
 
 
-def check_same(plan: Fingerprint, found: Fingerprint) -> None:
+def check_same(plan: Fingerprint, captured: Fingerprint) -> None:
     """Check that a plan is for the graph that was found. Raises: PlanError naming the first difference."""
     for name in ("torch", "zinf_fx"):
-        made, here = getattr(plan, name), getattr(found, name)
+        made, here = getattr(plan, name), getattr(captured, name)
         if made != here:
             raise PlanError(f"it was made with {name} {made[:60]}, and this is {name} {here}")
-    for number in range(max(len(plan.nodes), len(found.nodes))):
-        theirs, ours = (one.text(number) if number < len(one.nodes) else "nothing" for one in (plan, found))
+    for number in range(max(len(plan.nodes), len(captured.nodes))):
+        theirs, ours = (which.text(number) if number < len(which.nodes) else "nothing" for which in (plan, captured))
         if theirs != ours:
             letters = enumerate(zip(theirs, ours, strict=False))
-            differing = next((n for n, (one, other) in letters if one != other), min(len(theirs), len(ours)))
+            alike = min(len(theirs), len(ours))
+            differing = next((number for number, (letter, other) in letters if letter != other), alike)
             hint = _ON_SIZES if _SYMBOLIC.search(ours) and not _SYMBOLIC.search(theirs) else ""
             theirs, ours = (_around(differing, text) for text in (theirs, ours))
             raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}{hint}")
@@ -96,7 +97,7 @@ def _line(
         if isinstance(value, fx.Node):
             return f"input {position[value]}" if value.op == "placeholder" else f"-{position[node] - position[value]}"
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key}: {text(one)}" for key, one in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {text(entry)}" for key, entry in value.items()) + "}"
         if isinstance(value, slice):
             return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
         if isinstance(value, Sequence) and not isinstance(value, str):

@@ -243,10 +243,10 @@ def nodes_calling(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
 
 def gathers_in(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """The gathers of each token, by its name, in graph order."""
-    found: defaultdict[str, list[fx.Node]] = defaultdict(list)
+    gathers: defaultdict[str, list[fx.Node]] = defaultdict(list)
     for gather in nodes_calling(graph, ops.gather):
-        found[operand(gather).name].append(gather)
-    return dict(found)
+        gathers[operand(gather).name].append(gather)
+    return dict(gathers)
 
 
 def tokens_in(graph: fx.Graph) -> dict[str, fx.Node]:

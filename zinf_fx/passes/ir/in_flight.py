@@ -62,16 +62,16 @@ def spans(graph: fx.Graph, context: GraphContext) -> list[InFlight]:
         there[presence.tile].append(presence.operators)
     for number in context.staying:
         there[number].append(range(PROLOGUE, last + 1))
-    found = []
+    in_flight = []
     for number, operators in there.items():
         tile = context.table[number]
         for part in merged(operators):
-            found.append(InFlight(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
+            in_flight.append(InFlight(f"tile '{tile.label}'", tile_bytes(tile), part.start, part.stop - 1))
     for number, reduced, offloaded in lifetimes.gradient_offloads:
         tile = context.table[number]
         until = offloaded.operator if offloaded is not None else last
-        found.append(InFlight(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
-    return [span for span in found if span.nbytes]
+        in_flight.append(InFlight(f"gradient of '{tile.label}'", gradient_bytes(tile), reduced.operator, until))
+    return [span for span in in_flight if span.nbytes]
 
 
 class Ledger:

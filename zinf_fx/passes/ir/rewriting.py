@@ -57,7 +57,7 @@ def erase_unused(node: fx.Node) -> None:
         if not (node.users or node.op != "call_function" or node.is_impure()):
             inputs = node.all_input_nodes
             node.graph.erase_node(node)
-            pending += [one for one in reversed(inputs) if not one.users]
+            pending += [source for source in reversed(inputs) if not source.users]
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -93,9 +93,9 @@ def check(graph: fx.Graph, context: GraphContext, placeholders: tuple[str, ...],
 
 
 def _placeholders(facts: Facts) -> Violations:
-    found = tuple(node.name for node in facts.graph.find_nodes(op="placeholder"))
-    if found != facts.placeholders:
-        yield f"they are {found} instead of {facts.placeholders}", next(iter(facts.graph.nodes))
+    names = tuple(node.name for node in facts.graph.find_nodes(op="placeholder"))
+    if names != facts.placeholders:
+        yield f"they are {names} instead of {facts.placeholders}", next(iter(facts.graph.nodes))
 
 
 def _tokens(facts: Facts) -> Violations:
@@ -213,8 +213,8 @@ def _boundary(facts: Facts) -> Violations:
         for tile, ahead in facts.step.lifetimes.unclaimed.items()
         for kind, at in ahead.items()
     }
-    for one, node in started.items():
-        if one not in due:
+    for transfer, node in started.items():
+        if transfer not in due:
             yield f"it has no need of one more for {facts.name(node)}", node
     if facts.context.budget is None and operators_in(facts.graph):
         for kind, tile in due:

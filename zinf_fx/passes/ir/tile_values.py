@@ -21,23 +21,23 @@ _COPIES = {
 def tile_values(graph: fx.Graph) -> dict[fx.Node, None]:
     """The gathers, and the views and copies that depend on no other tensor, in graph order; and what makes values of
     codes: everything that is computed of tiles alone, if one of them has a dtype that is not trained."""
-    found: dict[fx.Node, None] = {}
+    values: dict[fx.Node, None] = {}
     codes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is ops.gather:
-            found[node] = None
+            values[node] = None
             if _is_of_codes(node.args[2]):
                 codes.add(node)
             continue
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))]
-        if not inputs or not all(n in found for n in inputs):
+        if not inputs or not all(n in values for n in inputs):
             continue
         of_codes = not codes.isdisjoint(inputs)
         if node.target in _COPIES or is_view_node(node) or (of_codes and _is_function(node)):
-            found[node] = None
+            values[node] = None
             if of_codes:
                 codes.add(node)
-    return found
+    return values
 
 
 def _is_of_codes(dtype: torch.dtype) -> bool:

@@ -62,7 +62,7 @@ class OperatorTimer:
 def _extracted(nodes: Sequence[fx.Node], regions: Regions) -> tuple[fx.GraphModule, list[fx.Node]]:
     """A program of these nodes, which returns what others use, and the nodes that are its inputs."""
     inside = set(nodes)
-    inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+    inputs = list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside))
     graph, new = fx.Graph(), {}
     for number, node in enumerate(inputs):
         new[node] = graph.placeholder(f"input_{number}")
@@ -138,18 +138,18 @@ class _Uses:
             region = getattr(user.target, "module", None)
             if isinstance(region, fx.GraphModule):
                 placeholders = region.graph.find_nodes(op="placeholder")
-                for placeholder in (one for one, given in zip(placeholders, args, strict=False) if given is node):
+                for placeholder in (inner for inner, given in zip(placeholders, args, strict=False) if given is node):
                     self._find(placeholder, None)
             elif is_view_node(user) or name in _COPIES:
                 self._find(user, inside)
-            elif name in _GROUPED and any(node is one for one in (*args[2:3], user.kwargs.get("offs"))):
+            elif name in _GROUPED and any(node is argument for argument in (*args[2:3], user.kwargs.get("offs"))):
                 self.rows = _size(args[0], -1 if len(_shape(args[0])) == len(_shape(args[1])) else -2)
             elif name == "embedding" and args[1] is node:
                 self._index(args[0], 0)
             elif name in _BY_ARGUMENT and args[2] is node:
                 self._index(*arguments_of(user)[:2])
             elif name in _BY_POSITION:
-                for dim in (dim for dim, one in enumerate(arguments_of(user)[1]) if one is node):
+                for dim in (dim for dim, size in enumerate(arguments_of(user)[1]) if size is node):
                     self._index(args[0], dim)
 
     def _index(self, table: object, dim: int) -> None:
@@ -169,10 +169,10 @@ def _size(node: object, dim: int) -> int | None:
 
 def _measured(module: fx.GraphModule, inputs: Sequence[fx.Node], uses: Sequence[_Uses]) -> float:
     values = [node.meta["val"] for node in inputs]
-    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    devices = {one.device for one in tensors}
+    tensors = [tensor for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)]
+    devices = {tensor.device for tensor in tensors}
     # A weight comes from memory each time, so the calls take turns on as many inputs as the caches don't hold.
-    turns = min(_TURNS, 1 + _CACHES // max(sum(one.untyped_storage().nbytes() for one in tensors), 1))
+    turns = min(_TURNS, 1 + _CACHES // max(sum(tensor.untyped_storage().nbytes() for tensor in tensors), 1))
     pairs = [*zip(values, uses, strict=True)]
     made_up = [[tree_map(partial(_made_up, use=use), value) for value, use in pairs] for _ in range(turns)]
     seconds: list[float] = []
@@ -196,7 +196,7 @@ def _made_up(value: Any, use: _Uses) -> Any:
         return size_at_hand(value)
     if not isinstance(value, torch.Tensor):
         return value
-    sizes, strides = ([int(one) for one in each] for each in (value.shape, value.stride()))
+    sizes, strides = ([int(size) for size in sizes_or_strides] for sizes_or_strides in (value.shape, value.stride()))
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if value.numel() else 0
     flat = torch.zeros(extent, dtype=value.dtype, device=value.device)  # of an expanded tensor, each element once
     if value.dtype in _NORMAL:
@@ -208,6 +208,8 @@ def _made_up(value: Any, use: _Uses) -> Any:
 
 def _described(node: fx.Node) -> str:
     return ", ".join(
-        f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" if isinstance(one, torch.Tensor) else str(one)
-        for one in tree_leaves(node.meta["val"])
+        f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device}"
+        if isinstance(leaf, torch.Tensor)
+        else str(leaf)
+        for leaf in tree_leaves(node.meta["val"])
     )

@@ -54,14 +54,14 @@ def values_by_operator(graph: fx.Graph) -> dict[int, int]:
     for value in values_in(graph):
         begun[value.node] += value.nbytes
         ended[value.last] += value.nbytes
-    found: Counter[int] = Counter()
+    by_operator: Counter[int] = Counter()
     there = 0
     for node in graph.nodes:
         there += begun[node]
         if is_compute(node):
-            found[operator_of(node)] = max(found[operator_of(node)], there)
+            by_operator[operator_of(node)] = max(by_operator[operator_of(node)], there)
         there -= ended[node]
-    return dict(found)
+    return dict(by_operator)
 
 
 def handed_on(graph: fx.Graph, operators: int, without: Collection[fx.Node]) -> list[int]:

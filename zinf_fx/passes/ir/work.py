@@ -59,10 +59,10 @@ def _flops(node: fx.Node) -> int:
     count = formula_of(node.target)
     if count is None:
         wrapped = next((arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)), node.target)
-        if seems_a_product(wrapped, len([one for one in _operands(node) if one.ndim > 1])):
+        if seems_a_product(wrapped, len([operand for operand in _operands(node) if operand.ndim > 1])):
             _warn_of_uncounted(name_of(wrapped), "has no formula")
         return 0
-    if not all(_has_size(one) for one in (node, *node.all_input_nodes)):
+    if not all(_has_size(sized) for sized in (node, *node.all_input_nodes)):
         _warn_of_uncounted(name_of(node.target), "has sizes that are known at run time only")
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(_at_hand, n.meta.get("val")))
@@ -113,14 +113,15 @@ def _is_kernel(node: fx.Node) -> bool:
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
-    return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, torch.Tensor)]
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield each tensor that a node takes, as often as it takes it."""
     sources: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), sources.append)
-    return (one for source in sources for one in _tensors(source))
+    return (operand for source in sources for operand in _tensors(source))
 
 
 def _has_size(node: fx.Node) -> bool:

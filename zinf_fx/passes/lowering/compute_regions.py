@@ -137,7 +137,7 @@ def _is_functional(node: fx.Node) -> bool:
     if not isinstance(node.meta["val"], torch.Tensor) and any(not _is_tensor_member(user) for user in node.users):
         return False
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    return all(value is not None and _is_plain(one) for value in (*inputs, node.meta["val"]) for one in _leaves(value))
+    return all(value is not None and _is_plain(x) for value in (*inputs, node.meta["val"]) for x in _leaves(value))
 
 
 def _is_tensor_member(user: fx.Node) -> bool:
@@ -162,7 +162,7 @@ def _symbols(size: object) -> tuple[frozenset[Any], bool]:
 def _are_tensors(value: object) -> bool:
     """Whether a node's value is a tensor, or a tuple of tensors, some of which may be None."""
     members = value if isinstance(value, (tuple, list)) else [value]
-    tensors = [isinstance(one, torch.Tensor) for one in members if one is not None]
+    tensors = [isinstance(member, torch.Tensor) for member in members if member is not None]
     return bool(tensors) and all(tensors)
 
 
@@ -210,7 +210,7 @@ class _Forming:
         if place == "inside":
             if self._run is not None:
                 taken = list(_taken_by(node, self._run.inside))
-                if any(one in self._run.behind for one in taken) or not _matrices(taken) <= self._run.matrices:
+                if any(source in self._run.behind for source in taken) or not _matrices(taken) <= self._run.matrices:
                     self._end()
             self._run = self._run or _Run(operator_of(node))
             self._run.matrices |= _matrices(_taken_by(node, self._run.inside))
@@ -287,12 +287,12 @@ def _is_remade(view: fx.Node, inside: Collection[fx.Node]) -> bool:
     if not _is_view(view):
         return False
     is_part = view.target is operator.getitem or getattr(view.target, "_opname", None) in _PARTS
-    return not is_part or any(one in inside or _is_view_of(one, inside) for one in view.all_input_nodes)
+    return not is_part or any(source in inside or _is_view_of(source, inside) for source in view.all_input_nodes)
 
 
 def _is_view_of(node: fx.Node, inside: Collection[fx.Node]) -> bool:
     """Whether a node is a view of what one of these operations computes."""
-    return _is_view(node) and any(one in inside or _is_view_of(one, inside) for one in node.all_input_nodes)
+    return _is_view(node) and any(source in inside or _is_view_of(source, inside) for source in node.all_input_nodes)
 
 
 def _taken_by(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:

@@ -52,12 +52,12 @@ class Regions(Pass):
 def _groups(graph: fx.Graph) -> dict[fx.Node, int]:
     """The group of each node from the first that is of one to the last."""
     last = {node.meta[GROUP]: node for node in graph.nodes if GROUP in node.meta}
-    found: dict[fx.Node, int] = {}
+    groups: dict[fx.Node, int] = {}
     group = None
     for node in graph.nodes if last else ():
         group = node.meta.get(GROUP, group)
         if group is not None:
-            found[node] = group
+            groups[node] = group
         if node is last.get(group):
             group = None
-    return found
+    return groups

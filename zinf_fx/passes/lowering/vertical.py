@@ -49,10 +49,10 @@ def vertical(forward: fx.GraphModule, backward: fx.GraphModule, context: GraphCo
     if count == 1:
         return
     step = _Repeated(forward.graph, replace(context, kind="forward", gradients={}), count)
-    each = step.finish(results)
+    of_each = step.finish(results)
     forward.graph = step.graph
     inputs = backward.graph.find_nodes(op="placeholder")
-    saved = {placeholder for placeholder, is_of_each in zip(inputs, each, strict=False) if is_of_each}
+    saved = {placeholder for placeholder, is_of_each in zip(inputs, of_each, strict=False) if is_of_each}
     step = _Repeated(backward.graph, replace(context, kind="backward", backward_outputs=0), count, saved)
     step.finish_with_sums()
     backward.graph = step.graph
@@ -85,9 +85,9 @@ class _Repeated:
                 names = [_name(placeholder, number) for number in range(count)]
                 self._each[placeholder] = [self._made("placeholder", name, (), {}, placeholder, name) for name in names]
         self._repeated, self._after = _depending(template, self._each, self._groups)
-        self._summed = {one for node in self._after for one in _summed_for(node)}
+        self._summed = {term for node in self._after for term in _summed_for(node)}
         if saved is not None:
-            self._summed.update(one for one in template.output_node().all_input_nodes if one in self._repeated)
+            self._summed.update(term for term in template.output_node().all_input_nodes if term in self._repeated)
         for placeholder, copies in self._each.items():
             for number, copy in enumerate(copies if placeholder in self._summed else ()):
                 self._add(placeholder, copy, number)
@@ -103,20 +103,20 @@ class _Repeated:
             self.graph.call_function(ops.set_random_state, (states[-1], device))
         outputs = results_of(self._template)
         parts = [node for node in self._template.nodes if _writes_to_an_input(node)]
-        for node in [*parts, *(one for one in outputs[:results] if one in self._repeated)]:
+        for node in [*parts, *(result for result in outputs[:results] if result in self._repeated)]:
             raise ConfigError(
                 f"micro_batches={self._count}: the model writes to a buffer, or returns what depends on the batch and "
                 f"is no part of it ({node.format_node()}). Statistics of a batch (BatchNorm) need the whole batch: "
                 "leave micro_batches out, or use a norm without them"
             )
         saved = [self._each.get(node) or [self._once[node]] for node in outputs[results:]]
-        self._returns([*(self._once.get(one, one) for one in outputs[:results]), *chain(*saved)])
+        self._returns([*(self._once.get(result, result) for result in outputs[:results]), *chain(*saved)])
         return [node in self._each for node in outputs[results:]]
 
     def finish_with_sums(self) -> None:
         """Return what a backward graph does: gradients of all micro-batches."""
         results = results_of(self._template)
-        self._returns([self._sum(one) if isinstance(one, fx.Node) else one for one in results])
+        self._returns([self._sum(result) if isinstance(result, fx.Node) else result for result in results])
 
     def _returns(self, results: list[fx.Node | None]) -> None:
         old = self._template.output_node()
@@ -164,7 +164,7 @@ class _Repeated:
             copy = self._made("call_function", aten.slice.Tensor, (self._once[batch], *bounds), {}, node, name)
             copy.meta["val"] = batch.meta["val"].narrow(dim, number * size, size)
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self._of(one, number))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._of(argument, number))
             device = _device_of(node) if draws(node) else None
             if device is not None:
                 self.graph.call_function(ops.set_random_state, (self._states[device][number], device))
@@ -199,7 +199,7 @@ class _Repeated:
     def _of_sums(self, node: fx.Node) -> fx.Node:
         """What is made of sums."""
         summed = _summed_for(node)
-        return self.graph.node_copy(node, lambda one: self._sum(one) if one in summed else self._once[one])
+        return self.graph.node_copy(node, lambda term: self._sum(term) if term in summed else self._once[term])
 
     def _joined(self, node: fx.Node) -> fx.Node:
         """What the caller gets of all micro-batches."""
@@ -248,18 +248,18 @@ class _Repeated:
         return states
 
     def _draw_from_nothing(self, node: fx.Node) -> None:
-        def nothing(one: fx.Node) -> fx.Node:
-            value = one.meta["val"]
+        def nothing(node: fx.Node) -> fx.Node:
+            value = node.meta["val"]
             if not isinstance(value, torch.Tensor):
-                return self._once[one]
+                return self._once[node]
             options = {"dtype": value.dtype, "device": value.device}
             if value.is_contiguous():
-                return self._made("call_function", aten.zeros.default, (list(value.shape),), options, one)
+                return self._made("call_function", aten.zeros.default, (list(value.shape),), options, node)
             strides = zip(value.shape, value.stride(), strict=True)
             extent = 1 + sum((size - 1) * stride for size, stride in strides) if value.numel() else 0
-            flat = self._made("call_function", aten.zeros.default, ([extent],), options, one)
+            flat = self._made("call_function", aten.zeros.default, ([extent],), options, node)
             layout = (list(value.shape), list(value.stride()))  # by which kernels may draw in another order
-            return self._made("call_function", aten.as_strided.default, (flat, *layout), {}, one)
+            return self._made("call_function", aten.as_strided.default, (flat, *layout), {}, node)
 
         target, args = run_by(node)
         args, kwargs = fx.map_arg((args, node.kwargs), nothing)
@@ -275,7 +275,7 @@ def _name(node: fx.Node, number: int) -> str:
 
 
 def _device_of(node: fx.Node) -> torch.device:
-    return next(one.device for one in tree_leaves(node.meta["val"]) if isinstance(one, torch.Tensor))
+    return next(leaf.device for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
 
 
 def _depending(
@@ -297,17 +297,17 @@ def _sums_over_groups(template: fx.Graph, groups: Sequence[int]) -> set[fx.Node]
     """The sums of gradients that several groups compute for one tile, as for a tied weight: each of them is summed
     over the micro-batches by itself, or all would be held until the last one is there. The loop adds in another order,
     so that only here a gradient may differ from its in the last bits."""
-    found: set[fx.Node] = set()
-    due = [one for node in template.nodes if node.target in _TAKE_ALL for one in _summed_for(node)]
+    sums: set[fx.Node] = set()
+    due = [term for node in template.nodes if node.target in _TAKE_ALL for term in _summed_for(node)]
     while due:
         node = due.pop()
         if node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1:
-            terms = [one for one in node.args if isinstance(one, fx.Node)]
+            terms = [term for term in node.args if isinstance(term, fx.Node)]
             mine = groups[operator_of(node)]
-            if len(terms) == 2 and any(groups[max(operator_of(one), 0)] < mine for one in terms):
-                found.add(node)
+            if len(terms) == 2 and any(groups[max(operator_of(term), 0)] < mine for term in terms):
+                sums.add(node)
                 due += terms
-    return found
+    return sums
 
 
 _COUNTS = (aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
@@ -318,12 +318,13 @@ def _is_count(node: fx.Node) -> bool:
     """Whether a value of the batch is the sum of those of its parts."""
     if node.target in _COUNTS:
         return True
-    return node.target in _OF_COUNTS and all(isinstance(one, fx.Node) and _is_count(one) for one in node.args)
+    return node.target in _OF_COUNTS and all(isinstance(term, fx.Node) and _is_count(term) for term in node.args)
 
 
 def _writes_to_an_input(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and any(one.op == "placeholder" for one in node.all_input_nodes)
+    writes = schema is not None and schema.is_mutable
+    return writes and any(source.op == "placeholder" for source in node.all_input_nodes)
 
 
 def _summed_for(node: fx.Node) -> Sequence[fx.Node]:

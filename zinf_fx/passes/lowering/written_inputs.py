@@ -68,8 +68,8 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _nodes_of_backward(joint: fx.Graph) -> set[fx.Node]:
     """What autograd computed, or a function of the user's own computes of gradients, which bears no mark."""
-    found: set[fx.Node] = set()
+    of_backward: set[fx.Node] = set()
     for node in joint.nodes:
-        if node.meta.get("partitioner_tag") in _OF_BACKWARD or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.meta.get("partitioner_tag") in _OF_BACKWARD or not of_backward.isdisjoint(node.all_input_nodes):
+            of_backward.add(node)
+    return of_backward

@@ -46,7 +46,7 @@ class FollowSchedule(Pass):
     kind: GraphKind
 
     def __call__(self, graph: fx.Graph, context: GraphContext) -> GraphContext:
-        number = [one.kind for one in self.plan.graphs].index(self.kind)
+        number = [graph_schedule.kind for graph_schedule in self.plan.graphs].index(self.kind)
         schedule = self.plan.graphs[number]
         check_items(f"the {self.kind} graph's tiles", schedule.tiles, context.table)
         tokens = tokens_in(graph)
@@ -101,9 +101,10 @@ class FollowSchedule(Pass):
 
 def check_items(what: str, theirs: Sequence[Any], ours: Sequence[Any]) -> None:
     """Check that the items of a plan are those of the model at hand. Raises: PlanError naming the first difference."""
-    for number, (one, other) in enumerate(zip(theirs, ours, strict=False)):
-        for each in fields(one) if one != other else ():
-            if (made := getattr(one, each.name)) != (here := getattr(other, each.name)):
-                raise PlanError(f"{what}[{number}].{each.name} is {made!r} in the plan, and {here!r} for this model")
+    for number, (planned, resulting) in enumerate(zip(theirs, ours, strict=False)):
+        for attribute in fields(planned) if planned != resulting else ():
+            if (made := getattr(planned, attribute.name)) != (here := getattr(resulting, attribute.name)):
+                where = f"{what}[{number}].{attribute.name}"
+                raise PlanError(f"{where} is {made!r} in the plan, and {here!r} for this model")
     if len(theirs) != len(ours):
         raise PlanError(f"{what} are {len(theirs)} in the plan, and {len(ours)} for this model")

@@ -126,10 +126,10 @@ def _under_way(fetched: Mapping[int, int]) -> Callable[[int], int]:
     PROLOGUE: there are not so many. `fetched`: bytes, by the operators that use them."""
     before = [0, *accumulate(fetched[operator] for operator in range(max(fetched, default=PROLOGUE) + 1))]
 
-    def found(operator: int) -> int:
+    def first_operator(operator: int) -> int:
         return max(bisect_right(before, before[operator] - _UNDER_WAY) - 1, PROLOGUE)
 
-    return found
+    return first_operator
 
 
 def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> None:

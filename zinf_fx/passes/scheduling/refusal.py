@@ -19,7 +19,7 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     operator = ledger.fullest()
     buffers = context.gradient_buffer + context.activation_buffer
     moved = ledger.at(operator) + buffers
-    largest = ", ".join(f"{each.what} ({at_least(each.nbytes)})" for each in ledger.largest(operator))
+    largest = ", ".join(f"{span.what} ({at_least(span.nbytes)})" for span in ledger.largest(operator))
     whole = ((context.tiles[token].name, reason) for token, reason in context.undivided.items())
     reasons = [f"'{name}' can't be tiled: {reason}" for name, reason in whole if f"'{name}'" in largest]
     needs = f"the {context.kind} graph needs {at_least(moved)} of tiles and gradients at once in operator {operator}"
@@ -38,8 +38,8 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
     parts = [
         ("gradients on their way to NVMe", context.gradient_buffer),
         ("activations and parameters on their way to NVMe", context.activation_buffer),
-        *((f"{each.what} {where}", each.nbytes) for each in held),
-        (f"everything else {where}", ledger.at(operator) - sum(each.nbytes for each in held)),
+        *((f"{span.what} {where}", span.nbytes) for span in held),
+        (f"everything else {where}", ledger.at(operator) - sum(span.nbytes for span in held)),
     ]
     return _text(first, parts, _options(moved, context), context)
 

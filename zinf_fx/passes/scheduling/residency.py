@@ -48,7 +48,7 @@ class Residency(Pass):
             elif number in self.needless:
                 graph.erase_node(node)
         # The next graph needs nothing in its prologue that stays for it.
-        prologue = tuple(one for one in context.successor_prologue if one.tile not in self.tiles)
+        prologue = tuple(transfer for transfer in context.successor_prologue if transfer.tile not in self.tiles)
         return replace(context, staying=self.throughout, successor_prologue=prologue)
 
 

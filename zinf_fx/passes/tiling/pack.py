@@ -41,15 +41,15 @@ class PackParameters(Pass):
         self, gathers: Mapping[str, Sequence[fx.Node]], context: GraphContext, differentiated: Collection[str]
     ) -> list[list[str]]:
         """The tokens of each pack."""
-        several = []
+        sized = []
         for token, (gather, *_) in gathers.items():
             tile, device = context.tiles[token], arguments_of(gather)[3]
             trained = token in differentiated
             if token not in context.written and may_be_packed(tile, device.type, trained):
                 states = (tile.tier, tile.gradient_tier, tile.state_tier, tile.state_dtype, tile.master_dtype)
                 kind = (tile.dtype, device, *states, trained, context.treatments.get(token))
-                several.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
-        packs = in_packs(several, self.limit)
+                sized.append((token, kind, nbytes_in_pack(tile.numel, tile.dtype, tile.ranks * tile.shard)))
+        packs = in_packs(sized, self.limit)
         made = {token: number for number, token in enumerate(context.made) if context.tiles[token].ranks > 1}
         return [sorted(pack, key=lambda token: made.get(token, 0)) for pack in packs]
 
@@ -59,15 +59,15 @@ def _pack(
 ) -> GraphContext:
     """Make one pack of the parameters that are gathered so. `positions`: of their gradients among the outputs of
     backward."""
-    tokens = [operand(several[0]) for several in gathers.values()]
+    tokens = [operand(uses[0]) for uses in gathers.values()]
     with graph.inserting_after(max(graph.find_nodes(op="placeholder"))):
         token = emit(tokens[0], ops.pack, tokens)
     pack = pack_of([context.tiles[name] for name in gathers])
-    first = min(gather for several in gathers.values() for gather in several)  # nodes compare by position
+    first = min(gather for uses in gathers.values() for gather in uses)  # nodes compare by position
     with graph.inserting_before(first):
         whole = emit(first, ops.gather, token, list(pack.shape), *first.args[2:4])
-    for number, (several, member) in enumerate(zip(gathers.values(), pack.members, strict=True)):
-        for gather in several:  # becomes a member, of the same type
+    for number, (uses, member) in enumerate(zip(gathers.values(), pack.members, strict=True)):
+        for gather in uses:  # becomes a member, of the same type
             gather.target, gather.args = ops.member, (whole, gather.args[1])
             gather.kwargs = {"start": member.start, "number": number}
     gradients = {position: name for position, name in context.gradients.items() if name not in gathers}

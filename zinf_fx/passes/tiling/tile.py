@@ -61,26 +61,26 @@ def divided(tile: Tile, limit: int) -> tuple[Tile, ...]:
     step = WINDOW_ALIGNMENT // math.gcd(WINDOW_ALIGNMENT, elements)
     step = step if step <= most else 1
     most = most // step * step
-    each = round_up(-(-total // -(-total // most)), step)
-    rows = [(start, min(start + each, total)) for start in range(0, total, each)]
+    rows_of_tile = round_up(-(-total // -(-total // most)), step)
+    rows = [(start, min(start + rows_of_tile, total)) for start in range(0, total, rows_of_tile)]
     return tuple(replace(tile, shape=(end - start, *tile.shape[1:]), rows=(start, end)) for start, end in rows)
 
 
 def _in_segments(tile: Tile, limit: int) -> tuple[Tile, ...]:
     """The tiles of a parameter that is divided over ranks: of whole segments (see [Note: segments])."""
-    total, elements = math.prod(tile.shape), math.prod(tile.shape[1:])
+    total, per_row = math.prod(tile.shape), math.prod(tile.shape[1:])
     if not tile.segment:
         return (tile,)
-    each = max(limit // (tile.segment * tile.dtype.itemsize), 1) * tile.segment
-    found: list[Tile] = []
+    elements = max(limit // (tile.segment * tile.dtype.itemsize), 1) * tile.segment
+    tiles: list[Tile] = []
     left = tile.shard
-    for start in range(0, total, each):
-        end = min(start + each, total)
+    for start in range(0, total, elements):
+        end = min(start + elements, total)
         shard = -(-(end - start) // tile.ranks) if tile.owned or end < total else left
         left -= shard
-        rows = (start // elements, end // elements)
-        found.append(replace(tile, shape=(rows[1] - rows[0], *tile.shape[1:]), rows=rows, shard=shard))
-    return tuple(found) if len(found) > 1 else (tile,)
+        rows = (start // per_row, end // per_row)
+        tiles.append(replace(tile, shape=(rows[1] - rows[0], *tile.shape[1:]), rows=rows, shard=shard))
+    return tuple(tiles) if len(tiles) > 1 else (tile,)
 
 
 class _DividedParameter:

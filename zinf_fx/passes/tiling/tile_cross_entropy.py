@@ -138,9 +138,9 @@ class _Loss:
                 dtype = first.meta["val"].dtype
                 if dtype != self.dtype:
                     gradient = new(aten._to_copy.default, gradient, dtype=dtype)
-            for each in slices:
-                each.replace_all_uses_with(gradient)
-                erase_unused(each)
+            for taken in slices:
+                taken.replace_all_uses_with(gradient)
+                erase_unused(taken)
 
     def _again(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         """A node that backward computes anew."""
@@ -194,23 +194,23 @@ def _slices(gradient: fx.Node, ranges: tuple[Rows, ...], sizes: list) -> dict[in
     while len(gradient.users) == 1 and next(iter(gradient.users)).target in _PASSED_ON:
         gradient = next(iter(gradient.users))
     number: dict[tuple[int, ...], int] = {(rows.start, rows.end): index for index, rows in enumerate(ranges)}
-    found: dict[int, list[fx.Node]] = {}
+    by_index: dict[int, list[fx.Node]] = {}
     for user in gradient.users:
         index = number.get(arguments_of(user)[2:4]) if user.target is aten.slice.Tensor and user.args[1] == 1 else None
         if index is None or user.meta["val"].shape != sizes[index]:
             return None
-        found.setdefault(index, []).append(user)
-    return found
+        by_index.setdefault(index, []).append(user)
+    return by_index
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
     """Move a node, and what it is computed from, before another."""
-    for each in sorted({*_sources(node, before)}):
-        before.prepend(each)
+    for source in sorted({*_sources(node, before)}):
+        before.prepend(source)
 
 
 def _sources(node: fx.Node, after: fx.Node) -> Iterator[fx.Node]:
     if node > after and node.op != "placeholder":
         yield node
-        for each in node.all_input_nodes:
-            yield from _sources(each, after)
+        for source in node.all_input_nodes:
+            yield from _sources(source, after)

@@ -18,34 +18,34 @@ _ELEMENTWISE = {aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.mul.Ten
 
 def terms_of(gradient: fx.Node) -> list[fx.Node]:
     """What a gradient is the sum of: a term for each use of the parameter."""
-    found, pending = [], [gradient]
+    terms, pending = [], [gradient]
     while pending:  # a sum is as deep as there are uses
         node = pending.pop()
         if is_sum(node):
             pending += reversed(arguments_of(node))
         else:
-            found.append(node)
-    return found
+            terms.append(node)
+    return terms
 
 
 def is_sum(node: fx.Node) -> bool:
     """Whether a gradient is a sum of two."""
-    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
+    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(term, fx.Node) for term in node.args)
 
 
 def check_term(term: fx.Node, dim: int = 0) -> list[fx.Node]:
     """The values that ranges of a term along `dim` are computed from. Raises: Untileable."""
-    found, pending = [], [(term, dim)]
+    factors, pending = [], [(term, dim)]
     while pending:
         term, dim = pending.pop()
         if term.target in (aten.mm.default, aten.bmm.default):
             ranged = _ranged_operands(term, dim)
-            found += [untransposed(a) if i in ranged else a for i, a in enumerate(arguments_of(term))]
+            factors += [untransposed(a) if i in ranged else a for i, a in enumerate(arguments_of(term))]
         elif term.target is aten.embedding_dense_backward.default and dim == 0 and not term.args[4]:
-            found += term.args[:2]
+            factors += term.args[:2]
         else:
             pending += reversed(_sources(term, dim))
-    return found
+    return factors
 
 
 def _sources(term: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:

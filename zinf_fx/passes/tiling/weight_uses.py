@@ -102,8 +102,8 @@ def moved_dim(node: fx.Node, dim: int) -> int | None:
         return 1 - dim if node.meta["val"].dim() == 2 else None
     if node.target is aten.transpose.int:
         count = node.meta["val"].dim()
-        one, other = (d % count for d in node.args[1:3])
-        return {one: other, other: one}.get(dim, dim)
+        first, second = (d % count for d in node.args[1:3])
+        return {first: second, second: first}.get(dim, dim)
     if node.target is aten.permute.default:
         count = node.meta["val"].dim()
         return [d % count for d in arguments_of(node)[1]].index(dim)
@@ -112,7 +112,7 @@ def moved_dim(node: fx.Node, dim: int) -> int | None:
 
 def uses_of(gather: fx.Node) -> list[Use]:
     """All uses of a gathered parameter. Raises: Untileable."""
-    found = []
+    uses = []
     pending: list[tuple[fx.Node, tuple[fx.Node, ...], int]] = [(gather, (), 0)]
     for value, way, dim in pending:
         for user in value.users:
@@ -120,8 +120,8 @@ def uses_of(gather: fx.Node) -> list[Use]:
             if moved is not None:
                 pending.append((user, (*way, user), moved))
             else:
-                found.append(_use(user, value, way, dim))
-    return found
+                uses.append(_use(user, value, way, dim))
+    return uses
 
 
 def _use(node: fx.Node, operand: fx.Node, way: tuple[fx.Node, ...], dim: int) -> Use:

@@ -41,9 +41,9 @@ def plan_from(text: str, what: str) -> Plan:
     content = parsed(text, what, "plan", PlanFileError)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PlanFileError(f'{what} is JSON, but no plan: it has no field "format" with the value {FORMAT!r}')
-    found = content.pop("schema", None)
-    if type(found) is not int or found != SCHEMA:
-        shown = found if type(found) is int else type(found).__name__
+    schema = content.pop("schema", None)
+    if type(schema) is not int or schema != SCHEMA:
+        shown = schema if type(schema) is int else type(schema).__name__
         raise PlanFileError(f"{what} has schema {shown}, and this version of zinf_fx reads {SCHEMA}: export it again")
     del content["format"]
     plan = decode(Plan, content, what)

@@ -72,10 +72,10 @@ def _of(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": _of(arguments[0], kinds)}
     if origin is tuple:
         length = {"minItems": len(arguments), "maxItems": len(arguments)}
-        return {"type": "array", "prefixItems": [_of(each, kinds) for each in arguments], **length}
+        return {"type": "array", "prefixItems": [_of(argument, kinds) for argument in arguments], **length}
     if origin in (Union, types.UnionType):
-        data = [each for each in arguments if get_origin(each) is not Callable]  # a plan has what a function chose
-        return {"anyOf": [{"type": "null"} if each is type(None) else _of(each, kinds) for each in data]}
+        kinds_of_data = [kind for kind in arguments if get_origin(kind) is not Callable]  # a plan has what one chose
+        return {"anyOf": [{"type": "null"} if kind is type(None) else _of(kind, kinds) for kind in kinds_of_data]}
     raise TypeError(f"no plan has a field of type {kind}")
 
 

@@ -27,12 +27,12 @@ def parsed(text: str, what: str, noun: str, refusal: type[ZinfError]) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError(f"an object has {name[:60]!r} twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _whole(digits: str) -> int:

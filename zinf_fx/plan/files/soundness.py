@@ -72,8 +72,8 @@ def _check_choices(choices: Sequence[Choice]) -> None:
     for number, choice in enumerate(choices):
         if choice.first >= choice.end:
             raise PlanError(f"choices[{number}] is for nodes {choice.first} to {choice.end}, which are none")
-    for number, (one, other) in enumerate(pairwise(choices)):
-        if other.first < one.end:
+    for number, (choice, following) in enumerate(pairwise(choices)):
+        if following.first < choice.end:
             raise PlanError(f"choices[{number}] and choices[{number + 1}] are for the same nodes, or out of order")
 
 

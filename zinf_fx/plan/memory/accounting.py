@@ -150,10 +150,10 @@ def prefetched_gradient_buffers(plan: Plan, schedule: GraphSchedule) -> list[int
     added to is read while operators compute. That is up to GRADIENTS_AHEAD before, if it and those between take half of
     the gradients' buffer at most, and beside that one fit it. None: it has its room from when it leaves."""
     rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
-    found: list[int | None] = []
+    behind: list[int | None] = []
     for number in range(len(rooms)):
         earlier = range(max(number - PREFETCHED_GRADIENTS, 0), number)
         those = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
-        fits = (one for one in earlier if max(2 * those[one], rooms[one] + those[one]) <= plan.gradient_buffer)
-        found.append(next(fits, None))
-    return found
+        fits = (at for at in earlier if max(2 * those[at], rooms[at] + those[at]) <= plan.gradient_buffer)
+        behind.append(next(fits, None))
+    return behind

@@ -121,8 +121,8 @@ def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile
                 takers = []
         if takers:
             always.append((takers[0], PlannedBuffer("tile", tile.label, nbytes, (clock.always,), tuple(takers))))
-    for several in (given_back, always):
-        yield from (buffer for _, buffer in sorted(several, key=lambda one: one[0]))
+    for placed in (given_back, always):
+        yield from (buffer for _, buffer in sorted(placed, key=lambda pair: pair[0]))
 
 
 def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
@@ -153,8 +153,8 @@ def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
                 yield _write(*earliest, begin)
             writing.append((begin, at, tile, nbytes))
             together += nbytes
-        for each in writing:
-            yield _write(*each, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
+        for write in writing:
+            yield _write(*write, clock.step + 1 if schedule.kind == "backward" else clock.starts[graph + 1])
 
 
 def _write(begin: int, at: At, tile: Tile, nbytes: int, stop: int) -> PlannedBuffer:

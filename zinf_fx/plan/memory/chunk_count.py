@@ -12,7 +12,7 @@ from math import ceil
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import CHUNKS, GraphSchedule
+from zinf_fx.plan.schedule import CHUNKS, GraphSchedule, Operator
 from zinf_fx.plan.update import costs_of
 
 # Without a budget, a plan takes no more: of the default size, they take 2 GiB of bf16 parameters and fp32 states.
@@ -44,5 +44,8 @@ def _disk(traffic: Traffic, rates: Rates) -> float:
 
 def _computing(graph: GraphSchedule, rates: Rates) -> float:
     """Seconds of what computes."""
-    several = graph.operators
-    return sum(max(o.flops / rates.flops, (o.product_bytes + o.other_bytes) / rates.memory) for o in several)
+
+    def seconds(operator: Operator) -> float:
+        return max(operator.flops / rates.flops, (operator.product_bytes + operator.other_bytes) / rates.memory)
+
+    return sum(map(seconds, graph.operators))

@@ -33,7 +33,7 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
     forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
     forms = [(CHUNKS, whole // divisor, forward) for divisor in _SMALLER] + [(CHUNKS, whole, range(0))]
     if (count := chunks_wanted(replace(plan, update=update_of(plan, whole)), rates)) > CHUNKS:
-        few, more = (plan_chunk_buffers(plan, whole, each).total for each in (CHUNKS, CHUNKS + 1))
+        few, more = (plan_chunk_buffers(plan, whole, number).total for number in (CHUNKS, CHUNKS + 1))
         if more == few:  # the update of all elements has no more in buffers
             count = CHUNKS
         elif limit is not None:  # what more of them take is nobody else's place at any time
@@ -63,8 +63,8 @@ def chunk_buffers_of(
     """The buffers of the optimizer's step, which may go on in the time `beside`; they lie one after the other, from 0
     on."""
     clock, sizes = Clock(plan), plan_chunk_buffers(plan, elements, count)
-    found = []
+    buffers = []
     for nbytes, begin in ((sizes.opened, clock.step), (sizes.later, clock.step + 1)):
         if nbytes:
-            found.append(PlannedBuffer("chunks", "", nbytes, tuple(filter(None, (beside, range(begin, clock.end))))))
-    return found
+            buffers.append(PlannedBuffer("chunks", "", nbytes, tuple(filter(None, (beside, range(begin, clock.end))))))
+    return buffers

@@ -40,13 +40,13 @@ def pack(buffers: Sequence[PlannedBuffer], end: int, bottom: int = 0) -> Packing
     for key in _ORDERS:
         order = sorted(rest, key=lambda n: key(buffers[n]))
         for _ in range(tries):
-            found = _place(buffers, [*first, always, *([number] for number in order)], end)
-            if best is None or found.nbytes < best.nbytes:
-                best = found
+            packing = _place(buffers, [*first, always, *([number] for number in order)], end)
+            if best is None or packing.nbytes < best.nbytes:
+                best = packing
             if best.nbytes == least:
                 return best
             # What lies highest comes first in the next try.
-            highest = {n for n in rest if found.offsets[n] + buffers[n].nbytes == found.nbytes}
+            highest = {n for n in rest if packing.offsets[n] + buffers[n].nbytes == packing.nbytes}
             order = [*sorted(highest), *(n for n in order if n not in highest)]
     assert best is not None
     return best
@@ -112,14 +112,14 @@ class _Placed:
 
     def beside(self, spans: tuple[range, ...]) -> set[tuple[int, int]]:
         """The bytes of those that are needed in `spans` too."""
-        found: set[tuple[int, int]] = set()
+        taken_beside: set[tuple[int, int]] = set()
         for span in filter(None, spans):
             parts = self._parts_of(span)
             # Most are beside one that is needed for long.
             records = self._all if sum(map(len, parts)) > len(self._all) else chain.from_iterable(parts)
             begin, end = span.start, span.stop
-            found.update([taken for first, last, taken in records if first < end and begin < last])
-        return found
+            taken_beside.update([taken for first, last, taken in records if first < end and begin < last])
+        return taken_beside
 
     def _parts_of(self, span: range) -> list[list[_Record]]:
         return self._parts[span.start // _PART : (span.stop - 1) // _PART + 1]

@@ -39,7 +39,7 @@ def check_buffers(plan: Plan) -> None:
 
 
 def _places(plan: Plan, buffers: Iterable[PlannedBuffer]) -> list[_Place]:
-    found = []
+    places = []
     for buffer in buffers:
         offsets = {plan.graphs[at.graph].events[at.number].offset for at in buffer.takers}
         known = [offset for offset in offsets if offset is not None]
@@ -47,8 +47,8 @@ def _places(plan: Plan, buffers: Iterable[PlannedBuffer]) -> list[_Place]:
             _fail(
                 "each buffer has one offset", f"the {buffer.what} of '{buffer.label}' has {sorted(map(str, offsets))}"
             )
-        found.append(_Place(known[0], buffer))
-    return found
+        places.append(_Place(known[0], buffer))
+    return places
 
 
 def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
@@ -76,5 +76,5 @@ def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
         )
 
 
-def _fail(rule: str, found: str) -> None:
-    raise PlanError(f"the places of buffers: {rule}, but {found}")
+def _fail(rule: str, problem: str) -> None:
+    raise PlanError(f"the places of buffers: {rule}, but {problem}")

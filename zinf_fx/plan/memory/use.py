@@ -151,20 +151,20 @@ def host_arena(plan: Plan) -> list[HostUse]:
     buffers, gradients = host_buffers(plan), _gradients(plan)
     tiles = profile([buffer for buffer in buffers if buffer.what == "tile"], clock.end)
     writes = profile([buffer for buffer in buffers if buffer.what == "write"], clock.end)
-    found = []
+    phases = []
     for number, graph in enumerate(plan.graphs):
         # A graph begins with what the one before has in memory: activations are on their way until backward begins.
         times = range(max(clock.starts[number] - 1, 0), clock.starts[number + 1])
         there = replace(states, phase=graph.kind, chunks=_read_ahead(plan, graph))
         uses = (replace(there, gradients=gradients[now], tiles=tiles[now], writes=writes[now]) for now in times)
-        found.append(max(uses, key=lambda use: use.total, default=there))
+        phases.append(max(uses, key=lambda use: use.total, default=there))
     if plan.update.chunks:
         chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
         # With more chunks than the least, their room is for nothing else; else the last one's is where writes were.
         both = (chunks.writing, writes[clock.step])
-        found.append(replace(use, chunks=chunks.opened + (sum if plan.regions.chunk_count > CHUNKS else max)(both)))
-    return found
+        phases.append(replace(use, chunks=chunks.opened + (sum if plan.regions.chunk_count > CHUNKS else max)(both)))
+    return phases
 
 
 def peak_host_bytes(plan: Plan) -> int:
@@ -236,8 +236,8 @@ def _gradients(plan: Plan) -> list[int]:
 def _state_bytes(tile: Tile, stage: int, tier: Tier) -> int:
     """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; companions are in memory."""
     counts = tile.updated_elements(stage)
-    each = tile.states.bytes_each if tile.state_tier == tier else ()
-    nbytes = [elements * one for elements in counts for one in each]
+    itemsizes = tile.states.bytes_each if tile.state_tier == tier else ()
+    nbytes = [elements * itemsize for elements in counts for itemsize in itemsizes]
     if tier == ("device" if tile.state_tier == "device" else "host"):
-        nbytes += [one for elements in counts for one in tile.states.companions_nbytes(elements)]
+        nbytes += [companion for elements in counts for companion in tile.states.companions_nbytes(elements)]
     return sum(map(blocks, nbytes))

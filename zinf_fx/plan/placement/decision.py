@@ -80,20 +80,20 @@ class Decision:
         return self.placement == PRESETS["device"]
 
     def __str__(self) -> str:
-        frozen = any(isinstance(one.placement, PlacementRules) for one in self.candidates)
+        frozen = any(isinstance(candidate.placement, PlacementRules) for candidate in self.candidates)
         states = (*STATES, "frozen") if frozen else STATES
         headers = ["", *states, "device", "host", "NVMe", "s per step"]
         marks = {"taken": self.placement, "rule": self.rule}
         rows = [
             [
-                ", ".join(mark for mark, placement in marks.items() if placement == one.placement),
-                *(tier_of(state, one.placement) for state in states),
-                *("" if not nbytes else in_words(nbytes) for nbytes in (one.device, one.host, one.nvme)),
-                "doesn't fit" if one.refused else "" if one.seconds is None else f"{one.seconds:.4g}",
+                ", ".join(mark for mark, placement in marks.items() if placement == candidate.placement),
+                *(tier_of(state, candidate.placement) for state in states),
+                *("" if not nbytes else in_words(nbytes) for nbytes in [getattr(candidate, tier) for tier in TIERS]),
+                "doesn't fit" if candidate.refused else "" if candidate.seconds is None else f"{candidate.seconds:.4g}",
             ]
-            for one in self.candidates
+            for candidate in self.candidates
         ]
-        refused = [f"{words(one.placement)}: {one.refused}" for one in self.candidates if one.refused]
+        refused = [f"{words(tried.placement)}: {tried.refused}" for tried in self.candidates if tried.refused]
         title = f"placement auto, for {self.hardware}: {self.reason}."
         return "\n".join([title, "", table(rows, headers, left=range(1 + len(states))), *refused])
 
@@ -160,10 +160,11 @@ def decide(
         return decided(chosen.placement, f"{_ALONE}: {many}")
     candidates += [considered(other) for other in islice(placements_near(chosen.placement, sizes, rooms), _OTHERS)]
     try:
-        candidates[:] = [one if one.refused else _simulated(one, plans_with, hardware) for one in candidates]
+        simulated = [tried if tried.refused else _simulated(tried, plans_with, hardware) for tried in candidates]
     except ZinfError as error:
         return decided(chosen.placement, f"{_ALONE}: no step can be simulated, because {error}")
-    fitting = [one for one in candidates if not one.refused]
+    candidates[:] = simulated
+    fitting = [candidate for candidate in candidates if not candidate.refused]
     chosen, fastest = fitting[0], min(fitting, key=_seconds_of)
     if _seconds_of(fastest) < (1 - _TIE) * _seconds_of(chosen):
         slower = f"with the choice of section 7.1's rule, which takes {chosen.seconds:.4g} s"
@@ -193,7 +194,7 @@ def _until_one_fits(
             rooms = _smaller(rooms, candidates[-1], sizes)
             candidates.append(considered(by_rule(sizes, rooms)))
     except BudgetError as error:
-        tried = [f"  {words(one.placement)}: {one.refused}" for one in candidates]
+        tried = [f"  {words(candidate.placement)}: {candidate.refused}" for candidate in candidates]
         raise BudgetError("\n".join([str(error), *(["Tried:"] if tried else []), *tried])) from None
     return candidates, rooms
 
@@ -218,8 +219,8 @@ def _activations(
 
 def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: Rooms) -> Candidate:
     """What a rank needs of each memory, and whether there is as much."""
-    each = [needed_by(plan, there) for plan in plans]
-    needed: dict[Tier, int] = {tier: max((one[tier] for one in each), default=0) for tier in TIERS}
+    needs = [needed_by(plan, there) for plan in plans]
+    needed: dict[Tier, int] = {tier: max((need[tier] for need in needs), default=0) for tier in TIERS}
     exceeded, refused = exceeding(needed, there) or (None, "")
     return Candidate(placement, **needed, refused=refused, exceeded=exceeded)
 

@@ -32,9 +32,9 @@ def counts_for(batch: int) -> list[int]:
     """The numbers of micro-batches that are considered: of the divisors of the batch size, 1, and each that is at least
     twice the one before."""
     counts = [1]
-    for each in range(2, batch + 1):
-        if batch % each == 0 and each >= 2 * counts[-1]:
-            counts.append(each)
+    for count in range(2, batch + 1):
+        if batch % count == 0 and count >= 2 * counts[-1]:
+            counts.append(count)
     return counts
 
 
@@ -87,15 +87,15 @@ class Division:
         headers = ["", "micro-batches", "saved", "values", "device", "host", "NVMe", "s per step"]
         rows = [
             [
-                "taken" if one == self.chosen else "",
-                str(one),
-                *("" if not nbytes else in_words(nbytes) for nbytes in (one.saved, one.values)),
-                *("" if not nbytes else in_words(nbytes) for nbytes in (one.device, one.host, one.nvme)),
-                "doesn't fit" if one.refused else "" if one.seconds is None else f"{one.seconds:.4g}",
+                "taken" if division == self.chosen else "",
+                str(division),
+                *("" if not nbytes else in_words(nbytes) for nbytes in (division.saved, division.values)),
+                *("" if not nbytes else in_words(nbytes) for nbytes in (division.device, division.host, division.nvme)),
+                "doesn't fit" if division.refused else "" if division.seconds is None else f"{division.seconds:.4g}",
             ]
-            for one in self.considered
+            for division in self.considered
         ]
-        refused = [f"{one}: {one.refused}" for one in self.considered if one.refused]
+        refused = [f"{division}: {division.refused}" for division in self.considered if division.refused]
         title = f"micro_batches auto, for {self.hardware}: {self.reason}."
         return "\n".join([title, "", table(rows, headers, left=range(2)), *refused])
 
@@ -122,24 +122,24 @@ def decide_division(
     for count, groups in options.items():
         least = min(map(_seconds_of, fitting), default=math.inf)
         for group in groups:
-            one, plan = _considered(plan_with, count, group, there)
+            division, plan = _considered(plan_with, count, group, there)
             if plan is not None:
                 try:
-                    one = replace(one, seconds=simulate_plan(plan, hardware).seconds)
+                    division = replace(division, seconds=simulate_plan(plan, hardware).seconds)
                 except ZinfError as error:
-                    reason = f"the first that fits, {one}: no step can be simulated, because {error}"
-                    return Division(one, hardware.name, (*considered, one), reason)
-                fitting.append(one)
-            considered.append(one)
+                    reason = f"the first that fits, {division}: no step can be simulated, because {error}"
+                    return Division(division, hardware.name, (*considered, division), reason)
+                fitting.append(division)
+            considered.append(division)
         if fitting and min(map(_seconds_of, fitting)) >= (1 - _TIE) * least:
             break
     if not fitting:
-        tried = [f"{one}: {one.refused}" for one in considered]
+        tried = [f"{division}: {division.refused}" for division in considered]
         message = f"micro_batches 'auto' finds none with which a step fits. With {tried[0]}"
         raise BudgetError("\n  ".join([f"{message}\nTried:", *tried]))
     least = min(map(_seconds_of, fitting))
-    near = [one for one in fitting if _seconds_of(one) <= (1 + _TIE) * least]
-    chosen = min(near, key=lambda one: (one.micro_batches, one.device + one.host))
+    near = [division for division in fitting if _seconds_of(division) <= (1 + _TIE) * least]
+    chosen = min(near, key=lambda division: (division.micro_batches, division.device + division.host))
     reason = f"{chosen}, with which a simulated step takes {chosen.seconds:.4g} s"
     if chosen.micro_batches > min(options):
         reason += "; fewer don't fit" if chosen.micro_batches == fitting[0].micro_batches else "; fewer take longer"
@@ -160,7 +160,7 @@ def _considered(
     except (BudgetError, ConfigError) as error:
         return Divided(count, group, refused=str(error).splitlines()[0]), None
     values, needed = needed_with_values(plan, there)
-    one = Divided(count, group, plan.kept, values, **needed)
-    if (found := exceeding(needed, there)) is not None:
-        return replace(one, refused=found[1]), None
-    return one, plan
+    division = Divided(count, group, plan.kept, values, **needed)
+    if (excess := exceeding(needed, there)) is not None:
+        return replace(division, refused=excess[1]), None
+    return division, plan

@@ -41,10 +41,10 @@ def fit_of(plan: Plan, hardware: Hardware) -> Fit:
     """A plan's use of the memories that one of its ranks has on the hardware."""
     there = capacities(hardware, plan.world_size)
     values, needed = needed_with_values(plan, there)
-    found = exceeding(needed, there)
+    excess = exceeding(needed, there)
     memories: dict[Tier, MemoryFit] = {
         tier: MemoryFit(nbytes, values if tier == "device" else 0, getattr(there, tier))
         for tier, nbytes in needed.items()
         if tier != "host" or there.host
     }
-    return Fit(memories, None if found is None else found[1])
+    return Fit(memories, None if excess is None else excess[1])

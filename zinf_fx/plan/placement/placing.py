@@ -116,13 +116,13 @@ def placements_near(
     live elsewhere than chosen and, of these, more bytes on the device."""
     states = list(sizes.by_state)
     now = {state: tier_of(state, chosen) for state in states}
-    found = []
+    nearby = []
     for choice in product(TIERS, repeat=len(states)):
         tiers = dict(zip(states, choice, strict=True))
         changed = sum(tiers[state] != now[state] for state in states)
         if changed and fits(tiers, sizes, rooms) and not _could_be_faster(tiers, sizes, rooms):
-            found.append((changed, -bytes_by_tier(tiers, sizes)["device"], _placement(tiers)))
-    yield from (placement for *_, placement in sorted(found, key=lambda one: one[:2]))
+            nearby.append((changed, -bytes_by_tier(tiers, sizes)["device"], _placement(tiers)))
+    yield from (placement for *_, placement in sorted(nearby, key=lambda ranked: ranked[:2]))
 
 
 def tier_of(state: str, placement: Placement | PlacementRules) -> Tier:

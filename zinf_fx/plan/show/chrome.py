@@ -41,7 +41,7 @@ def planned_process(plan: Plan, simulation: Simulation, hardware: Hardware, star
 def to_chrome(*processes: Process) -> str:
     """The trace: one track per lane, or several where its slices overlap, and counters of the memories. Times are in
     microseconds."""
-    events = [event for number, one in enumerate(processes, start=1) for event in _events(number, one)]
+    events = [event for number, process in enumerate(processes, start=1) for event in _events(number, process)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -50,20 +50,20 @@ def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
     yield _named(pid, "process_sort_index", 0, {"sort_index": pid})
     tid = 0
     for lane in ("step", *LANES_AND_WAITS):
-        for row in in_rows([one for one in process.slices if one.lane == lane]):
+        for row in in_rows([piece for piece in process.slices if piece.lane == lane]):
             yield _named(pid, "thread_name", tid, {"name": lane})
             yield _named(pid, "thread_sort_index", tid, {"sort_index": tid})
-            for one in row:
-                begin, end = _nanoseconds(process, one.start), _nanoseconds(process, one.end)
+            for piece in row:
+                begin, end = _nanoseconds(process, piece.start), _nanoseconds(process, piece.end)
                 yield {
                     "ph": "X",
                     "pid": pid,
                     "tid": tid,
-                    "name": one.name,
+                    "name": piece.name,
                     "cat": lane,
                     "ts": begin / 1e3,
                     "dur": (end - begin) / 1e3,
-                    "args": {"of": one.detail, "bytes": one.nbytes},
+                    "args": {"of": piece.detail, "bytes": piece.nbytes},
                 }
             tid += 1
     for curve in process.memory:

@@ -72,9 +72,9 @@ class Curve:
 
     def __post_init__(self) -> None:
         for name in ("above", "marks"):
-            found = len(getattr(self, name))
-            if found not in (0, len(self.values)):
-                raise ValueError(f"{name} has {found} entries for {len(self.values)} values: give one each, or none")
+            count = len(getattr(self, name))
+            if count not in (0, len(self.values)):
+                raise ValueError(f"{name} has {count} entries for {len(self.values)} values: give one each, or none")
 
     @property
     def peak(self) -> int:

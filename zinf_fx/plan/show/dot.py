@@ -30,12 +30,12 @@ def to_dot(plan: Plan, operators: range | None = None) -> str:
 
 def _lines(plan: Plan, number: int, operators: range | None) -> Iterator[str]:
     graph = plan.graphs[number]
-    shown = [one for one in graph.operators if operators is None or one.index in operators]
+    shown = [operator for operator in graph.operators if operators is None or operator.index in operators]
     if operators is None or 0 in operators:
         yield f"{_name(graph, PROLOGUE)} [label=prologue, style=rounded];"
-    for one in shown:
-        yield f"{_name(graph, one.index)} [label={_quoted(f'{one.index}: {one.label}')}];"
-    numbers = [*([PROLOGUE] if operators is None or 0 in operators else []), *(one.index for one in shown)]
+    for operator in shown:
+        yield f"{_name(graph, operator.index)} [label={_quoted(f'{operator.index}: {operator.label}')}];"
+    numbers = [*([PROLOGUE] if operators is None or 0 in operators else []), *(operator.index for operator in shown)]
     for before, after in pairwise(numbers):
         yield f"{_name(graph, before)} -> {_name(graph, after)} [weight=9];"
     there = set(numbers)

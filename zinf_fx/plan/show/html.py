@@ -30,17 +30,17 @@ def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) 
     return files("zinf_fx.plan.show").joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
 
 
-def _placed(found: Sequence[Slice]) -> list[dict[str, Any]]:
+def _placed(unplaced: Sequence[Slice]) -> list[dict[str, Any]]:
     """Slices in the order of their start, each with the numbers of its lane and of its row in it: those that are under
     way at once lie in rows of their own."""
     by_lane: dict[str, list[Slice]] = {lane: [] for lane in LANES}
-    for one in found:
-        by_lane[one.lane].append(one)
+    for piece in unplaced:
+        by_lane[piece.lane].append(piece)
     placed: list[dict[str, Any]] = [
-        asdict(one) | {"lane": lane, "row": row}
+        asdict(piece) | {"lane": lane, "row": row}
         for lane, of_lane in enumerate(by_lane.values())
         for row, in_row in enumerate(in_rows(of_lane))
-        for one in in_row
+        for piece in in_row
     ]
     return sorted(placed, key=itemgetter("start"))
 

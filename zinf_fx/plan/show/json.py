@@ -33,9 +33,9 @@ def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: 
 
 def _object(plan: Plan) -> dict[str, object]:
     data: dict[str, Any] = asdict(plan) | {"checkpoint": asdict(checkpoint_sizes(plan))}
-    for found, graph in zip(data["graphs"], plan.graphs, strict=True):
+    for graph_data, graph in zip(data["graphs"], plan.graphs, strict=True):
         both = zip(flows(plan, graph), arena_by_operator(plan, graph), strict=True)
-        found["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]
+        graph_data["memory"] = [{**asdict(flow), "arena": arena} for flow, arena in both]
     return data
 
 

@@ -90,7 +90,8 @@ class GraphNames:
             if {self._graph.events[number].tile for number in together} == self._together[group]:
                 sized.append((self._nbytes(together), group.name(self._short) + self._mark(together[0])))
             else:
-                sized += [(self._nbytes([one]), self._full(one) + self._mark(one)) for one in together]
+                for alone in together:
+                    sized.append((self._nbytes([alone]), self._full(alone) + self._mark(alone)))
         return [name for _, name in sorted(sized, key=lambda item: -item[0])]
 
     def _group(self, number: int) -> _Group:

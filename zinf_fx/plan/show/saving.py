@@ -7,23 +7,23 @@ from zinf_fx.sizes import in_words
 from zinf_fx.tables import digits, table
 
 
-def checkpoints_text(found: Checkpoints) -> str:
+def checkpoints_text(checkpoints: Checkpoints) -> str:
     """A table of what they cost, in each way that there is."""
-    of_one, ways = found.of_one, {"copied": found.copied, "by generations": found.by_generations}
+    of_one, ways = checkpoints.of_one, {"copied": checkpoints.copied, "by generations": checkpoints.by_generations}
     if not of_one.in_store:
         del ways["by generations"]
-    several = ways.values()
+    costs = ways.values()
     rows = [
-        ["written for one, all nodes", *(in_words(one.written) for one in several)],
-        ["seconds, at the drives' rate", *(digits(one.seconds) for one in several)],
-        ["on disk besides training, all nodes", *(in_words(one.on_disk) for one in several)],
-        ["written per day and node", *(f"{one.written_per_day / 1e12:,.1f} TB" for one in several)],
-        ["days until they alone wear the drives", *(days_text(one.written_per_day, one.days) for one in several)],
+        ["written for one, all nodes", *(in_words(cost.written) for cost in costs)],
+        ["seconds, at the drives' rate", *(digits(cost.seconds) for cost in costs)],
+        ["on disk besides training, all nodes", *(in_words(cost.on_disk) for cost in costs)],
+        ["written per day and node", *(f"{cost.written_per_day / 1e12:,.1f} TB" for cost in costs)],
+        ["days until they alone wear the drives", *(days_text(cost.written_per_day, cost.days) for cost in costs)],
     ]
     parts = [f"{in_words(n)} of parameters in {dtype}" for dtype, n in of_one.parameters.items()]
     parts.append(f"{in_words(sum(of_one.states.values()))} of optimizer states")
     lines = [
-        f"CHECKPOINTS ON DISK, every {found.every / 60:,.4g} minutes, {found.kept:,} kept",
+        f"CHECKPOINTS ON DISK, every {checkpoints.every / 60:,.4g} minutes, {checkpoints.kept:,} kept",
         f"of {in_words(of_one.nbytes)}: {', '.join(parts)}",
         "",
         table(rows, ["", *ways]),

@@ -115,18 +115,18 @@ def _columns(plan: Plan, graph: GraphSchedule) -> dict[int, str]:
     """By number, the columns that a graph's events stand in. What moves nothing, because the tile is in memory, has
     none."""
     lifetimes, number = plan.lifetimes, plan.graphs.index(graph)
-    found: dict[int, str] = {}
+    columns: dict[int, str] = {}
     for position, event in enumerate(graph.events):
         live_range = lifetimes.live_range_of(number, position)
         if event.kind in TRANSFERS:
             if live_range is None or live_range.found != "kept":
-                found[position] = event.kind
+                columns[position] = event.kind
         elif event.kind == "release" and live_range is not None and live_range.kept:
             if not lifetimes.is_always_kept(live_range.tile):
-                found[position] = "keep"
+                columns[position] = "keep"
         else:
-            found[position] = "offload" if event.kind == "offload_activation" else event.kind
-    return found
+            columns[position] = "offload" if event.kind == "offload_activation" else event.kind
+    return columns
 
 
 def _fitting(names: Sequence[str], limit: int) -> str:
@@ -335,7 +335,7 @@ def _traffic(plan: Plan) -> str:
         "host -> NVMe": [phase.host_to_nvme for phase in moved.values()],
     }
     if plan.world_size > 1:
-        sent = {each.graph: each.total for each in communication(plan)}
+        sent = {graph_sent.graph: graph_sent.total for graph_sent in communication(plan)}
         of_phase["to other ranks"] = [sent.get(phase, 0) for phase in moved]
     of_phase["NVMe in all"] = [phase.nvme for phase in moved.values()]
     rows = []
@@ -389,7 +389,8 @@ def _checkpoint(plan: Plan) -> list[str]:
     parts = {"parameters": of_one.parameters, "optimizer states": of_one.states}
     dtypes = sorted({*of_one.parameters, *of_one.states})
     rows = [
-        [what, *(in_words(by.get(one, 0)) for one in dtypes), in_words(sum(by.values()))] for what, by in parts.items()
+        [what, *(in_words(sizes.get(dtype, 0)) for dtype in dtypes), in_words(sum(sizes.values()))]
+        for what, sizes in parts.items()
     ]
     rows.append(["in the store", *("" for _ in dtypes), in_words(of_one.in_store)])
     return [_layout([["checkpoint", *dtypes, "total"]], rows)]

@@ -16,10 +16,10 @@ def batch_of(plan: Plan) -> int:
     """The first dimension that all tensors have which the model is called with. Its buffers, which are inputs of the
     graph too, don't count. Raises: PlanError when they have none in common."""
     lines = plan.fingerprint.lines if plan.fingerprint is not None else ()
-    shapes = [found[1] for line in lines if (found := re.match(r"input \d+: \w+\[(\d{1,18})\b", line))]
+    shapes = [matched[1] for line in lines if (matched := re.match(r"input \d+: \w+\[(\d{1,18})\b", line))]
     if len(set(shapes)) != 1 or int(shapes[0]) < 1:
-        found = ", ".join(sorted(set(shapes))) or "none"
-        raise PlanError(f"the batch of the plan's inputs is not known: their first dimensions are {found}")
+        dimensions = ", ".join(sorted(set(shapes))) or "none"
+        raise PlanError(f"the batch of the plan's inputs is not known: their first dimensions are {dimensions}")
     return int(shapes[0])
 
 
@@ -30,7 +30,7 @@ def with_batch(plan: Plan, batch: int | Fraction) -> Plan:
     graphs = tuple(
         replace(
             graph,
-            operators=tuple(_operator_with(one, factor) for one in graph.operators),
+            operators=tuple(_operator_with(operator, factor) for operator in graph.operators),
             tiles=tuple(_tile_with(tile, factor) for tile in graph.tiles),
         )
         for graph in plan.graphs

@@ -33,7 +33,7 @@ class Sent:
 def communication(plan: Plan) -> list[Sent]:
     """What each graph sends, in the steady state. What the optimizer updated is gathered by the next forward graph."""
     refreshing = sum(map(refreshed, refreshed_tiles(plan)))
-    found = []
+    sent = []
     for number, graph in enumerate(plan.graphs):
         starts = (
             (next(live_range.events("allgather")), live_range)
@@ -45,10 +45,11 @@ def communication(plan: Plan) -> list[Sent]:
         activations = sum(all_gathered(tile) for tile in tiles if tile.activation)
         if graph.kind == "forward":
             parameters += refreshing
-        reduced = [plan.tiles[one.tile] for one in plan.lifetimes.gradient_offloads if one.reduced.graph == number]
+        gradients_here = (gradient for gradient in plan.lifetimes.gradient_offloads if gradient.reduced.graph == number)
+        reduced = [plan.tiles[gradient.tile] for gradient in gradients_here]
         gradients = sum(reduced_in_group(plan, tile) + reduced_over_groups(plan, tile) for tile in reduced)
-        found.append(Sent(graph.kind, parameters, gradients, activations))
-    return found
+        sent.append(Sent(graph.kind, parameters, gradients, activations))
+    return sent
 
 
 def refreshed_tiles(plan: Plan) -> list[Tile]:

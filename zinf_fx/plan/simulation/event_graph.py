@@ -172,7 +172,7 @@ class _Chunk:
 
 def _chunks(plan: Plan, step: UpdateSchedule, in_place: bool) -> list[_Chunk]:
     """The chunks of a step, and what they wait for. `in_place`: gradients that can be are consumed in place."""
-    chunks = [_Chunk(each.on_device, cost_of(plan, each, in_place), names_in(plan, each)) for each in step.chunks]
+    chunks = [_Chunk(chunk.on_device, cost_of(plan, chunk, in_place), names_in(plan, chunk)) for chunk in step.chunks]
     for name, number in {name: number for number, chunk in enumerate(chunks) for name in chunk.names}.items():
         chunks[number].ends.append(name)
     updated: int | None = None
@@ -235,7 +235,7 @@ class _Builder:
             self._program = (*self._program, *self._left)
             self._left = []
         apart = max(len(graph.operators) // max(len(self._early), 1), 1)
-        for operator in (PROLOGUE, *(one.index for one in graph.operators)):
+        for operator in (PROLOGUE, *(computing.index for computing in graph.operators)):
             computed: list[Event] = []
             waits: list[int] = []
             for position, event in graph.numbered(operator):
@@ -245,7 +245,7 @@ class _Builder:
                 elif event.kind in TRANSFERS:
                     if live_range is not None and not live_range.is_under_way(event.kind, number):
                         self._bring(event.kind, live_range, graph.tiles[event.tile])
-                elif event.kind == "offload" and not any(one.tile == event.tile for one in computed):
+                elif event.kind == "offload" and not any(earlier.tile == event.tile for earlier in computed):
                     self._offload(graph.tiles[event.tile])  # of a gradient that an operator before computed
                 elif event.kind != "release":
                     computed.append(event)

@@ -25,7 +25,7 @@ def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
 def decided_by_launches(plan: Plan, hardware: Hardware) -> int:
     """How many operators take as long as launching their kernels."""
     operators = (operator for graph in plan.graphs for operator in graph.operators)
-    return sum(one.kernels * hardware.launch > _of_kernels(one, hardware) for one in operators)
+    return sum(operator.kernels * hardware.launch > _of_kernels(operator, hardware) for operator in operators)
 
 
 def _of_kernels(operator: Operator, hardware: Hardware) -> float:

@@ -41,7 +41,7 @@ class Server:
     @property
     def load(self) -> float:
         """The share of its speed that computing loses by the jobs under way, which take it at the server's speed."""
-        return sum(self._jobs[index].load * one.rate for index, one in self._under_way.items()) / self._speed
+        return sum(self._jobs[index].load * progress.rate for index, progress in self._under_way.items()) / self._speed
 
     def put(self, index: int, now: float) -> None:
         """A job that has become ready."""
@@ -50,7 +50,7 @@ class Server:
     def start(self, now: float) -> list[tuple[int, int | None]]:
         """Begin what there is room for: indices, each with that of the job that made room for it, if it had to wait."""
         started: list[tuple[int, int | None]] = []
-        room = self._depth - sum(one.blocks for one in self._under_way.values()) if self._waiting else 0
+        room = self._depth - sum(progress.blocks for progress in self._under_way.values()) if self._waiting else 0
         while self._waiting and room > 0:
             ready, index = heapq.heappop(self._waiting)
             job = self._jobs[index]
@@ -66,27 +66,26 @@ class Server:
         if not self._changed and speed == self._speed:
             return
         room = self._depth
-        for one in self._under_way.values():
-            one.seconds -= one.rate * (now - self._since)
-            one.together = min(one.blocks, room)
-            room -= one.together
+        for progress in self._under_way.values():
+            progress.seconds -= progress.rate * (now - self._since)
+            progress.together = min(progress.blocks, room)
+            room -= progress.together
         self._since, self._speed, self._changed = now, speed, False
         under_way = self._depth - room
-        for one in self._under_way.values():
-            one.rate = speed * (under_way / self._depth) ** self._power * one.together / under_way
-            one.end = (
-                now + max(one.seconds - one.per_block * (one.together - 1), 0.0) / one.rate if one.rate else math.inf
-            )
-        self.next_end = min((one.end for one in self._under_way.values()), default=math.inf)
+        for progress in self._under_way.values():
+            progress.rate = speed * (under_way / self._depth) ** self._power * progress.together / under_way
+            left = max(progress.seconds - progress.per_block * (progress.together - 1), 0.0)
+            progress.end = now + left / progress.rate if progress.rate else math.inf
+        self.next_end = min((progress.end for progress in self._under_way.values()), default=math.inf)
 
     def end(self, now: float) -> list[int]:
         """End the blocks that end now: the jobs that are done, by their indices."""
         done = []
-        for index, one in [*self._under_way.items()]:
-            if one.end == now:
+        for index, progress in [*self._under_way.items()]:
+            if progress.end == now:
                 self._last, self._changed = index, True
-                one.blocks = one.together - 1
-                if not one.blocks:
+                progress.blocks = progress.together - 1
+                if not progress.blocks:
                     del self._under_way[index]
                     done.append(index)
         return done

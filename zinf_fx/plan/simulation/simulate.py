@@ -98,26 +98,26 @@ class Simulation:
 
     def stalls(self) -> list[Stall]:
         """Every time for which compute had nothing to do before one of its jobs, and what it waited for."""
-        found = []
+        stalls = []
         computing = [index for index, job in enumerate(self.jobs) if job.resource == "compute"]
         idle_since = 0.0
         for index in sorted(computing, key=lambda index: (self.timings[index].start, self.timings[index].end)):
             start = self.timings[index].start
             if start > idle_since:
                 blamed = tuple(self._blamed(index, idle_since))
-                found.append(Stall(self.jobs[index].name, idle_since, start - idle_since, blamed))
+                stalls.append(Stall(self.jobs[index].name, idle_since, start - idle_since, blamed))
             idle_since = self.timings[index].end
-        return found
+        return stalls
 
     def _blamed(self, index: int, since: float) -> Iterator[tuple[Job, float]]:
-        found, until = [], self.timings[index].start
-        for one in self._causes(self.timings[index].cause):
+        blamed, until = [], self.timings[index].start
+        for cause in self._causes(self.timings[index].cause):
             if until <= since:
                 break
-            start = max(self.timings[one].start, since)
-            found.append((self.jobs[one], until - start))
+            start = max(self.timings[cause].start, since)
+            blamed.append((self.jobs[cause], until - start))
             until = start
-        return reversed(found)
+        return reversed(blamed)
 
     def _causes(self, index: int | None) -> Iterator[int]:
         """A job, its cause, the cause of that, and so on."""
@@ -128,10 +128,10 @@ class Simulation:
 
 def _by_resource(seconds: Iterable[tuple[Job, float]]) -> dict[Resource, float]:
     """The sums of seconds of jobs."""
-    found = dict.fromkeys(RESOURCES, 0.0)
+    totals = dict.fromkeys(RESOURCES, 0.0)
     for job, of_job in seconds:
-        found[job.resource] += of_job
-    return found
+        totals[job.resource] += of_job
+    return totals
 
 
 def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: float = 1.0) -> Simulation:
@@ -227,5 +227,5 @@ def simulate_plan(
     if in_turn:
         return replace(one_after_another(jobs), flops=flops)
     disks = hardware.nvme
-    found = simulate(jobs, disks.depth, disks.alone, disks.beside if hardware.unified else 1.0)
-    return replace(found, flops=flops)
+    simulation = simulate(jobs, disks.depth, disks.alone, disks.beside if hardware.unified else 1.0)
+    return replace(simulation, flops=flops)

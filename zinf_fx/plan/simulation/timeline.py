@@ -68,36 +68,37 @@ class MemoryCurve:
 
 def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
     """The jobs of a simulated step, in the order of their start."""
-    labels = {(graph.kind, str(one.index)): one.label for graph in plan.graphs for one in graph.operators}
-    found = []
+    operators = ((graph.kind, operator) for graph in plan.graphs for operator in graph.operators)
+    labels = {(kind, str(operator.index)): operator.label for kind, operator in operators}
+    drawn = []
     for job, timing in zip(simulation.jobs, simulation.timings, strict=True):
         detail = labels.get((job.kind, job.subject), job.subject)
         if job.parameters:
             detail = f"{_OPTIMIZER[job.kind]} of {_first_and_last(job.parameters)}"
-        found.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
-    return sorted(found, key=lambda one: one.start)
+        drawn.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
+    return sorted(drawn, key=lambda piece: piece.start)
 
 
 def waits(simulation: Simulation) -> list[Slice]:
     """Every time for which compute had nothing to do, one slice for each job that it waited for."""
-    found = []
+    drawn = []
     for stall in simulation.stalls():
         now = stall.start
         for job, seconds in stall.waited_for:
             name = "wait states" if job.kind in _OPTIMIZER else f"wait {job.subject}"  # as the runtime calls them
-            found.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
+            drawn.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
             now += seconds
-    return found
+    return drawn
 
 
-def in_rows(found: Iterable[Slice]) -> list[list[Slice]]:
+def in_rows(unplaced: Iterable[Slice]) -> list[list[Slice]]:
     """As few rows as it takes for no two slices of one to overlap, and at least one."""
     rows: list[list[Slice]] = [[]]
-    for one in sorted(found, key=lambda one: (one.start, one.end)):
-        free = next((row for row in rows if not row or row[-1].end <= one.start), None)
+    for piece in sorted(unplaced, key=lambda piece: (piece.start, piece.end)):
+        free = next((row for row in rows if not row or row[-1].end <= piece.start), None)
         if free is None:
             rows.append(free := [])
-        free.append(one)
+        free.append(piece)
     return rows
 
 
