@@ -160,7 +160,7 @@ def _one_of(accepted: tuple[object, ...]) -> _Reader:
 
 
 def _list(kinds: tuple[Any, ...]) -> _Reader:
-    """Of a tuple's type: of any length, with an ellipsis, or of that many items."""
+    """The reader of a tuple's type: of any length, with an ellipsis, or of that many items."""
     repeated = len(kinds) == 2 and kinds[1] is Ellipsis
     readers = [_reader(kind) for kind in kinds if kind is not Ellipsis]
 
@@ -179,7 +179,7 @@ def _list(kinds: tuple[Any, ...]) -> _Reader:
 
 
 def _object(readers: Mapping[str, _Reader], required: Collection[str], make: Callable, least: int = 0) -> _Reader:
-    """Of named fields, at least so many."""
+    """The reader of named fields, of which there are `least` at least."""
 
     def read(value: object) -> object:
         if not isinstance(value, dict) or len(value) < least:

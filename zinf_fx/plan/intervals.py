@@ -18,7 +18,7 @@ def common(first: range, second: range) -> range:
 
 
 def merged(ranges: Iterable[range]) -> list[range]:
-    """The same numbers in as few ranges as possible, in order."""
+    """Join ranges: return the same numbers in as few of them as possible, in order."""
     joined: list[range] = []
     for part in sorted(ranges, key=lambda part: part.start):
         if not part:

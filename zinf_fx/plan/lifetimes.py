@@ -71,12 +71,12 @@ class LiveRange:
 
     @property
     def begin(self) -> At:
-        """Where it begins."""
+        """Where the live range begins."""
         return self.prefetched.get("fetch", self.fetch)
 
     @property
     def release(self) -> At:
-        """Where it ends."""
+        """Where the live range ends."""
         return self.steps["release"]
 
     def moves(self, kind: EventKind) -> bool:
@@ -206,14 +206,14 @@ class Lifetimes:
 
     @staticmethod
     def _ahead(tile: int, ahead: Mapping[EventKind, At], held: bool, end: int) -> Presence:
-        """Of what is fetched for backward, until the graph ends."""
+        """The presence of what is fetched for backward, until the graph ends."""
         start = ahead["fetch"].operator
         uploaded = start if held else ahead["upload"].operator if "upload" in ahead else end
         return Presence(tile, range(start, end), uploaded)
 
     @cached_property
     def _begun_early(self) -> dict[int, list[LiveRange]]:
-        """By tile, the live ranges that begin in the graph before: no others overlap with one."""
+        """The live ranges that begin in the graph before, by tile: no others overlap with one."""
         begun_early: defaultdict[int, list[LiveRange]] = defaultdict(list)
         for live_range in self:
             if live_range.prefetched:

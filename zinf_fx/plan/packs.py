@@ -94,12 +94,12 @@ def spaced(count: int, dtype: torch.dtype) -> int:
 
 
 def starts_of(counts: Iterable[int], dtype: torch.dtype) -> list[int]:
-    """Where tensors of so many elements begin that lie side by side, and the end."""
+    """Return where tensors of so many elements begin that lie side by side, and where the last one ends."""
     return list(accumulate((spaced(count, dtype) for count in counts), initial=0))
 
 
 def gradient_offsets(pack: Tile, stage: int) -> list[int]:
-    """Where the gradient of each parameter begins, in bytes, in the buffer of those of a pack, at a stage of ZeRO."""
+    """Return where each parameter's gradient begins, in bytes, in the buffer of a pack's, at a stage of ZeRO."""
     divided = pack.ranks > 1 and stage >= 2
     counts = (member.shard if divided else member.numel for member in pack.members)
     return [start * pack.dtype.itemsize for start in starts_of(counts, pack.dtype)[:-1]]

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO: what is partitioned."""
+        """The stage of ZeRO, which says what is partitioned."""
         return self.config.stage
 
     @property

@@ -10,7 +10,7 @@ from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank.
+    """What one rank does per second.
 
     Attributes:
         flops: floating point operations per second of matrix products.
@@ -30,7 +30,7 @@ class Rates:
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str, tier: Tier) -> Rates:
-        """Those of a described machine's rank, with a model's dtype and the tier that activations go to."""
+        """The rates of a described machine's rank, with a model's dtype and the tier that activations go to."""
         read, write = hardware.upload.bandwidth, hardware.download.bandwidth
         disk_read, disk_write = (rate / hardware.ranks_per_node for rate in (hardware.nvme.read, hardware.nvme.write))
         if tier == "nvme":

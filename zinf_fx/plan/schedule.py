@@ -116,7 +116,7 @@ class Tile:
 
     @property
     def shard_nbytes(self) -> int:
-        """Of one rank's shard, in bytes; with one rank, of all elements, without what lies between those of a pack."""
+        """The size of one rank's shard in bytes: with one rank, of all elements, without what lies between a pack's."""
         if self.ranks > 1:
             return self.shard * self.dtype.itemsize
         return sum(member.numel for member in self.members) * self.dtype.itemsize if self.members else self.nbytes
@@ -156,7 +156,7 @@ class Tile:
         return self.nbytes if self.owned else self.gradient_nbytes(stage)
 
     def updated_elements(self, stage: int) -> list[int]:
-        """Of how many elements of each parameter a rank has the optimizer's states, at a stage of ZeRO."""
+        """Return, for each parameter, how many elements a rank has the optimizer's states of, at a stage of ZeRO."""
         if self.members:
             divided = stage >= 1 and self.ranks > 1
             return [member.shard if divided else member.numel for member in self.members]

@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def ranks(self) -> int:
-        """Of all groups."""
+        """How many ranks all groups have."""
         return self.replicas * self.shards
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Segment:
         return self.shard if self.owner is not None else self.ranks * self.shard
 
     def held_by(self, rank: int) -> range:
-        """Where a rank's part, with padding, is among all elements that it holds."""
+        """Return where a rank's part, with padding, is among all elements that it holds."""
         if self.owner not in (None, rank):
             return range(0)
         return range(self.held, self.held + self.shard)
@@ -116,7 +116,7 @@ class Shards:
         return cls(numel, ranks, numel, step if ranks > 1 else 1, owner if ranks > 1 else None)
 
     def in_tiles(self, per_row: int, limit: int) -> Shards:
-        """The same in tiles of about `limit` elements, each a segment of whole rows of `per_row` elements."""
+        """Return the division in tiles of about `limit` elements, each a segment of whole rows of `per_row`."""
         rows = self.numel // per_row
         together = self.step if self.owner is not None else self.ranks * self.step
         unit = together // math.gcd(together, per_row)  # of so many rows, each rank gets equal parts
@@ -132,7 +132,7 @@ class Shards:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """In order; one, if there are no elements."""
+        """The segments in order; there is one if there are no elements."""
         segments: list[Segment] = []
         held = 0
         for start in range(0, max(self.numel, 1), max(self.segment, 1)):
@@ -172,7 +172,7 @@ class Shards:
         return tuple(part for part in parts if part) or (range(self.numel, self.numel),)
 
     def position(self, rank: int, element: int) -> int:
-        """Where an element of the rank's shard, or the one behind the last, is in it."""
+        """Return where an element of the rank's shard, or the one behind the last, is in it."""
         segment = self.segments[min(element // max(self.segment, 1), len(self.segments) - 1)]
         held = segment.held_by(rank)
         return held.start + min(max(element - segment.of_rank(rank).start, 0), len(held))

@@ -39,7 +39,7 @@ class StepGraphs:
         return f"'{self.graphs[0].tiles[index].label[:60]}'"
 
     def events(self) -> Iterator[tuple[At, GraphSchedule, Event]]:
-        """Where all events stand, in which graph, and they themselves."""
+        """Iterate over all events, each with where it stands and its graph."""
         for number, graph in enumerate(self.graphs):
             for position, event in enumerate(graph.events):
                 yield At(number, position, event.operator), graph, event

@@ -49,14 +49,14 @@ class BytesOfElement(NamedTuple):
 
     @classmethod
     def of(cls, tile: Tile) -> BytesOfElement:
-        """Those of a tile's parameters."""
+        """Return what the update of a tile's parameters takes."""
         size = tile.dtype.itemsize
         written = sum(tile.states.bytes_each) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
         return cls(written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes)
 
     @classmethod
     def at_most(cls, tiles: Iterable[Tile]) -> BytesOfElement:
-        """Of any parameter of some tiles."""
+        """Return the most that the update of any of some tiles' parameters takes."""
         return cls(*(max(sizes) for sizes in zip(*map(cls.of, tiles), strict=True)))
 
 

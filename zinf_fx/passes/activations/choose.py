@@ -168,7 +168,7 @@ class _Staying:
         heappush(self._by_size, (-self._sizes[node], id(node), node))
 
     def recompute(self, number: int) -> None:
-        """Of this part, let the checkpoint stay alone."""
+        """Let the checkpoint of this part stay alone."""
         part = self._parts[number]
         self.recomputed.add(number)
         self._largest_part = max(self._largest_part, part.nbytes)

@@ -50,7 +50,7 @@ class LeavingActivations:
 
 @dataclass(frozen=True)
 class OffloadActivations(Pass):
-    """On the forward graph: save a token for each of `leaving`, as soon as its memory is computed."""
+    """Save a token in the forward graph for each of `leaving`, as soon as its memory is computed."""
 
     name = "offload_activations"
 
@@ -71,7 +71,7 @@ class OffloadActivations(Pass):
 
 @dataclass(frozen=True)
 class ReloadActivations(Pass):
-    """On the backward graph: gather what left, where what was saved of it is used."""
+    """Gather in the backward graph what was offloaded, where what was saved of it is used."""
 
     name = "reload_activations"
 

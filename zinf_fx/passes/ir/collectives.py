@@ -34,5 +34,5 @@ def argument_of(node: fx.Node, name: str) -> Any:
 
 
 def collectives_of(graph: fx.Graph) -> list[fx.Node]:
-    """Those that the graph starts, in order."""
+    """The collectives that the graph starts, in order."""
     return [node for node in graph.nodes if is_collective(node)]

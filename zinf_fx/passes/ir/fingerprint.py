@@ -32,7 +32,7 @@ _LONG = 240
 
 
 def fingerprint_of(graph: fx.Graph, context: GraphContext, roles: Mapping[str, str]) -> Fingerprint:
-    """Of a graph that no pass has changed yet. `roles`: as for `lines_of`."""
+    """Return the fingerprint of a graph that no pass has changed yet. `roles`: as for `lines_of`."""
     known: dict[str, int] = {}
     nodes = [known.setdefault(line, len(known)) for line in lines_of(graph, context, roles)]
     return Fingerprint(torch.__version__, version("zinf-fx"), tuple(known), tuple(nodes))

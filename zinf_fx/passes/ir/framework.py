@@ -197,7 +197,7 @@ class GraphContext:
 
     @cached_property
     def numbers(self) -> dict[TileKey, int]:
-        """By key, the index of each tile in `table`."""
+        """The index of each tile in `table`, by key."""
         return {key: number for number, key in enumerate(self.keys)}
 
     @cached_property
@@ -250,7 +250,7 @@ def gathers_in(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def tokens_in(graph: fx.Graph) -> dict[str, fx.Node]:
-    """By name, the inputs, tokens among them, and the tokens of packs."""
+    """Return the inputs, tokens among them, and the tokens of packs, by name."""
     return {node.name: node for node in graph.nodes if node.op == "placeholder" or node.target is ops.pack}
 
 
@@ -283,7 +283,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def computing(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """By operator, the nodes that compute something."""
+    """Return the nodes that compute something, by operator."""
     nodes: defaultdict[int, list[fx.Node]] = defaultdict(list)
     for node in filter(is_compute, graph.nodes):
         nodes[operator_of(node)].append(node)

@@ -27,7 +27,7 @@ class GradientPart(NamedTuple):
 
 
 def gradient_outputs(graph: fx.Graph, context: GraphContext) -> dict[int, fx.Node]:
-    """By position among the outputs of backward, those that are gradients of stored parameters."""
+    """Return the outputs of backward that are gradients of stored parameters, by position."""
     results = results_of(graph)
     first = len(results) - context.backward_outputs if context.kind == "joint" else 0
     return {p: results[first + p] for p in context.gradients if results[first + p] is not None}

@@ -14,7 +14,7 @@ _BY_SHAPE |= {"randperm", "uniform", "normal_functional", "exponential", "_scale
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """Of a member of a tuple, the node that computes the tuple."""
+    """Return the node that computes a tuple, given a member of that."""
     while node.target is operator.getitem:
         (node,) = node.all_input_nodes
     return node

@@ -58,13 +58,13 @@ class Facts:
         return StepGraphs((outline(self.graph, self.context),), False)
 
     def name(self, about: fx.Node | int) -> str:
-        """Of the tile that a node is about, or of an index."""
+        """The name of the tile that a node is about, or that an index stands for."""
         tile = self.context.table[about] if isinstance(about, int) else self.context.tile_of(about)
         return f"'{tile.label}'"
 
     @cached_property
     def gradients(self) -> dict[int, fx.Node]:
-        """By position, the outputs of backward that are gradients of parameters."""
+        """The outputs of backward that are gradients of parameters, by position."""
         return gradient_outputs(self.graph, self.context)
 
 

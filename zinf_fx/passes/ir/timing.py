@@ -43,7 +43,7 @@ class OperatorTimer:
         return {number: self.seconds(nodes, regions) for number, nodes in computing(graph).items()}
 
     def seconds(self, nodes: Sequence[fx.Node], regions: Regions = _NONE) -> float:
-        """Of some nodes in a row, as one program. Raises: PlanError."""
+        """Return the seconds of some nodes in a row, as one program. Raises: PlanError."""
         module, inputs = _extracted(nodes, regions)
         uses = [_Uses(node, set(nodes)) for node in inputs]
         key = (module.code, *map(_described, inputs), *(regions.get(node.name) for node in nodes))

@@ -37,7 +37,7 @@ def values_in(graph: fx.Graph) -> Iterator[Value]:
 
 
 def last_readers(memory: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """By memory, the last node that reads it. `memory`: of nodes in order, each with the one that made its memory."""
+    """Return the last node that reads each memory. `memory`: nodes in order, each with the one that made its memory."""
     last: dict[fx.Node, fx.Node] = {}
     for node in memory:
         for source in node.all_input_nodes:
@@ -48,7 +48,7 @@ def last_readers(memory: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def values_by_operator(graph: fx.Graph) -> dict[int, int]:
-    """By operator, bytes of values that are there at once at most while it computes."""
+    """Return, by operator, the most bytes of values that are there at once while it computes."""
     begun: defaultdict[fx.Node, int] = defaultdict(int)
     ended: defaultdict[fx.Node, int] = defaultdict(int)
     for value in values_in(graph):

@@ -45,7 +45,7 @@ def refusal(ledger: Ledger, context: GraphContext) -> str:
 
 
 def _budget_in_words(context: GraphContext) -> str:
-    """That of the memory that leaves least, and how much that is, where something lives there."""
+    """The budget of the memory that leaves least, and how much that is, where something lives there."""
     option = min(context.left, key=context.left.__getitem__)
     budget, left = getattr(context.config, option), context.left[option]
     if left == budget:

@@ -61,7 +61,7 @@ class _Loss:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the loss is computed."""
+        """The dtype in which the loss is computed."""
         return self.softmax.meta["val"].dtype
 
     def divide(self) -> None:

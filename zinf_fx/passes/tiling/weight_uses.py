@@ -75,7 +75,7 @@ class Use:
 
     @property
     def operands(self) -> tuple[fx.Node, fx.Node]:
-        """Of a product, what is multiplied; of an embedding, the table and the indices."""
+        """What is multiplied by a product; the table and the indices of an embedding."""
         first = _PRODUCTS.get(self.node.target, 0)
         return operand(self.node, first), operand(self.node, first + 1)
 
@@ -95,7 +95,7 @@ class Untileable(Exception):
 
 
 def moved_dim(node: fx.Node, dim: int) -> int | None:
-    """Where a transposition or cast puts dimension `dim` of its input; None: the node is something else."""
+    """Return where a transposition or cast puts dimension `dim` of its input; None: the node is something else."""
     if node.target in _SAME_DIMS:
         return dim
     if node.target is aten.t.default:

@@ -179,7 +179,7 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
-        """In all nodes."""
+        """How many there are in all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -200,7 +200,7 @@ class Hardware:
         return replace(self.between_nodes, bandwidth=self.between_nodes.bandwidth / together)
 
     def with_ranks(self, ranks: int) -> Hardware:
-        """As many such nodes as so many ranks fill; itself where they don't fill nodes."""
+        """Return a machine of as many such nodes as so many ranks fill; this one where they don't fill nodes."""
         if ranks % self.ranks_per_node or ranks <= self.ranks:
             return self
         nodes = ranks // self.ranks_per_node

@@ -26,7 +26,7 @@ PREFETCHED_GRADIENTS = 3
 
 @dataclass(frozen=True)
 class Flow:
-    """Of one operator, in bytes: what starts to be read from NVMe, and what is in flight in each memory."""
+    """One operator's bytes: what starts to be read from NVMe, and what is in flight in each memory."""
 
     operator: int
     fetched: int

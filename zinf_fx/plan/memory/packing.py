@@ -126,4 +126,4 @@ class _Placed:
 
 
 _Record = tuple[int, int, tuple[int, int]]
-"""From when to when a buffer is needed, and where it lies."""
+"""The times from and until which a buffer is needed, and where it lies."""

@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def by_state(self) -> dict[str, int]:
-        """Those that are known, by name."""
+        """The placements that are known, by name."""
         return {state: nbytes for state, nbytes in asdict(self).items() if nbytes is not None}
 
 
@@ -126,7 +126,7 @@ def placements_near(
 
 
 def tier_of(state: str, placement: Placement | PlacementRules) -> Tier:
-    """Where a state lives; `frozen`: where parameters do that don't train."""
+    """Return where a state lives; `frozen`: where parameters live that don't train."""
     frozen = placement.frozen if isinstance(placement, PlacementRules) else None
     if state == "frozen":
         return frozen or cast("Tier", placement.parameters)  # which has no rules here

@@ -46,7 +46,7 @@ def _shortened(path: str, telling: frozenset[str]) -> str:
 
 
 def short_names(plan: Plan) -> dict[str, str]:
-    """By path, the short names of a plan's modules, the same in all its tables."""
+    """Return the short names of a plan's modules by path, the same in all its tables."""
     return abbreviate(module_of(first_parameter(tile)) for tile in plan.tiles)
 
 

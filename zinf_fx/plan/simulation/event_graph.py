@@ -85,7 +85,7 @@ class Job:
 
     @property
     def subject(self) -> str:
-        """With what."""
+        """What it is done with."""
         return self.name.partition(" ")[2]
 
 
@@ -301,7 +301,7 @@ class _Builder:
             self._updated |= dict.fromkeys(chunk.ends, (updated, (job,)))
 
     def _update_what_is_whole(self, tile: Tile) -> None:
-        """Where the optimizer steps in backward: another gradient of a parameter has left."""
+        """Another gradient of a parameter is offloaded, of an optimizer that steps in backward."""
         self._awaited[tile.name] -= 1
         self._whole[tile.name] += self._leaving.get(tile.label, self._program)
         for number in range(self._begun, len(self._chunks)):
@@ -417,8 +417,8 @@ class _Builder:
         self._program = (self._add(f"add {tile.label}", "compute", memory.seconds(read, written), after, nbytes),)
 
     def _leave(self, tile: Tile, tier: Tier, nbytes: int, stored: int, after: tuple[int, ...]) -> int:
-        """To host memory, where the device itself copies it if it computes there, and on to the disk, where it takes
-        `stored` bytes."""
+        """Offload something to host memory, where the device copies it if it computes there, and on to the disk, where
+        it takes `stored` bytes."""
         hardware = self._hardware
         if hardware.unified:
             job = self._add(f"offload {tile.label}", "compute", hardware.host.seconds(nbytes, nbytes), after, nbytes)

@@ -18,7 +18,7 @@ def compute_seconds(plan: Plan, hardware: Hardware) -> Compute:
 
 
 def seconds_of_operator(operator: Operator, hardware: Hardware) -> float:
-    """Of its kernels, or of launching them where that takes longer."""
+    """Return the seconds of an operator's kernels, or of launching them where that takes longer."""
     return max(_of_kernels(operator, hardware), operator.kernels * hardware.launch)
 
 

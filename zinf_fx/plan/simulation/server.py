@@ -62,7 +62,7 @@ class Server:
         return started
 
     def go_on(self, now: float, speed: float = 1.0) -> None:
-        """From now on, work at this share of its rate."""
+        """Work at this share of its rate from now on."""
         if not self._changed and speed == self._speed:
             return
         room = self._depth

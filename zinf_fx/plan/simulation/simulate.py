@@ -60,7 +60,7 @@ class Simulation:
 
     @property
     def flops_per_second(self) -> float:
-        """Of one device."""
+        """The rate of one device."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property

@@ -92,7 +92,7 @@ def waits(simulation: Simulation) -> list[Slice]:
 
 
 def in_rows(unplaced: Iterable[Slice]) -> list[list[Slice]]:
-    """As few rows as it takes for no two slices of one to overlap, and at least one."""
+    """Divide slices into as few rows as it takes for no two of one to overlap, and at least one."""
     rows: list[list[Slice]] = [[]]
     for piece in sorted(unplaced, key=lambda piece: (piece.start, piece.end)):
         free = next((row for row in rows if not row or row[-1].end <= piece.start), None)
