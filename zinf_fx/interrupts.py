@@ -4,10 +4,11 @@
 Python runs the handlers of signals between any two bytecodes of the main thread, and what they raise comes out there:
 KeyboardInterrupt of SIGINT, a time limit's error of SIGALRM. Memory that changes hands between Python,
 the disk and a device would be lost there, or given back while the disk writes into it, whatever the order of the
-statements. So each way into the runtime (a graph, a hook of autograd, an operation on stored tensors, an optimizer's
-step, a finalizer) is a block that holds interrupts back: `held_back`. They arrive when the outermost block ends, or
-earlier at a call of `let_through`: between the operators of a graph, between the chunks of a step, and in a wait that
-lasts, for the disk or for a lock (`taking`). What calls it is ready for an error of the disk there, and so for an
+statements. So each way into the runtime (offloading, a graph, a hook of autograd, an operation on stored tensors, an
+optimizer's step, saving and loading, a finalizer) is a block that holds interrupts back: `held_back`. What is called
+from there alone has no block of its own. Interrupts arrive when the outermost block ends, or earlier at a call of
+`let_through`: between the parameters that are offloaded, the operators of a graph, the chunks of a step, and in a wait
+that lasts, for the disk or for a lock (`taking`). What calls it is ready for an error of the disk there, and so for an
 interrupt.
 
 What gives memory back after an error has to be done to its end: in a `sealed` block, nothing is let through either.

@@ -32,6 +32,7 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 _WITHOUT_VALUE = " without a value: accelerate.init_empty_weights(include_buffers=False) leaves those in memory"
 
 
+@held_back
 def attach_base(
     model: torch.nn.Module, directory: str | os.PathLike[str], config: Config | None = None, **fields: object
 ) -> torch.nn.Module:
@@ -87,7 +88,6 @@ def _buffers_in_files(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers.items() if id(buffer) in persistent or buffer.is_meta}
 
 
-@held_back
 @torch.no_grad()
 def _take_over(
     model: torch.nn.Module,

@@ -29,6 +29,7 @@ from zinf_fx.frontend.parameters import (
     warn_of_nothing_quantised,
     warn_of_staying,
 )
+from zinf_fx.interrupts import held_back
 from zinf_fx.placement import PlacementRules, check_patterns
 from zinf_fx.plan.sharding import Owners
 from zinf_fx.quantisation import can_be_quantised, is_table
@@ -146,6 +147,7 @@ class _Construction:
             if (parameter := self._waiting.pop()()) is not None:
                 self._store(parameter)
 
+    @held_back
     def _store(self, parameter: torch.nn.Parameter, loaded_as: str | None = None) -> None:
         """Store a parameter, unless it is stored or stays. `loaded_as`: the name of one that was loaded."""
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:

@@ -36,7 +36,7 @@ from zinf_fx.frontend.parameters import (
     warn_of_nothing_quantised,
     warn_of_staying,
 )
-from zinf_fx.interrupts import held_back
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
@@ -98,6 +98,7 @@ def offload(model: M, config: Config | None = None, **options: Unpack[Options]) 
     return model
 
 
+@held_back
 def offload_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     config: Config,
@@ -124,6 +125,7 @@ def offload_parameters(
     if to_disk:
         try:
             for parameter, twin in zip(parameters.values(), twins, strict=True):
+                let_through()
                 with_value(parameter, twin)
         except BaseException as error:
             drain_after(error, [tiers])
@@ -133,6 +135,7 @@ def offload_parameters(
         twin.storage.label = f"parameter '{name}'"
     twins.reverse()
     for parameter in parameters.values():
+        let_through()
         twin = twins.pop()  # gets the memory of `parameter`, and must not be kept
         replace_in_place(parameter, twin if to_disk else with_value(parameter, twin))
     twin = None
@@ -248,7 +251,6 @@ def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: Mapped
     return twin
 
 
-@held_back
 def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
     """Give the object `parameter` the implementation, class and attributes of `twin`, which nothing else may use.
 
@@ -266,7 +268,9 @@ def replace_in_place(parameter: torch.nn.Parameter, twin: StoredTensor) -> None:
         return
     if parameter.requires_grad and parameter.is_leaf and _use_count(parameter) > 1:
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
-        accumulate.register_prehook(lambda gradients: add_gradient(cast("StoredTensor", parameter), gradients[0]))
+        accumulate.register_prehook(
+            held_back(lambda gradients: add_gradient(cast("StoredTensor", parameter), gradients[0]))
+        )
     attributes = attributes_to_carry(parameter)
     take_implementation(parameter, twin)
     carry(parameter, attributes, of=parameter)

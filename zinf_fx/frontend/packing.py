@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.config import Config
+from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
 from zinf_fx.runtime.gradients.spaces import reserve_gradients
@@ -40,6 +41,7 @@ def packs_of(
     return _together(candidates)
 
 
+@held_back
 def bring_together(parameters: Iterable[StoredTensor]) -> None:
     """Move parameters that were stored one by one to where those of one call would be that are to live side by side.
 
@@ -47,6 +49,7 @@ def bring_together(parameters: Iterable[StoredTensor]) -> None:
     """
     by_age = sorted(parameters, key=lambda parameter: parameter.storage.key)
     for pack in _together([_candidate(one) for one in by_age if _can_move(one)]):
+        let_through()
         _move([parameter.storage for parameter in pack])
         reserve_gradients(pack)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zinf_fx.interrupts import held_back, let_through
+from zinf_fx.interrupts import let_through
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -64,7 +64,6 @@ def moved(value: Any, place: Device) -> Any:
     return value.to(place.torch_device) if isinstance(value, torch.Tensor) else value
 
 
-@held_back
 def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
     """Write the elements of `value`, stored or not, to `target`, a chunk at a time: those that it has here."""
     value = divided_as(target, value)
@@ -78,7 +77,6 @@ def copy_into(target: StoredTensor, value: torch.Tensor) -> None:
             source.close()
 
 
-@held_back
 def fill(target: StoredTensor, value: float) -> None:
     """Set all elements of `target` to `value`, a chunk at a time."""
     for part in current_chunks(target):

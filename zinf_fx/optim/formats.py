@@ -43,7 +43,7 @@ import torch
 from zinf_fx.adam import SPLIT
 from zinf_fx.arguments import did_you_mean
 from zinf_fx.errors import OptimizerError
-from zinf_fx.interrupts import held_back, let_through
+from zinf_fx.interrupts import let_through
 from zinf_fx.native import kernels
 from zinf_fx.optim.elements import current_chunks, divided_as, open_elements, overwritten
 from zinf_fx.runtime.memory.device import CPU
@@ -350,7 +350,6 @@ def _places(device: torch.device) -> torch.Tensor:
     return torch.arange(BITS, dtype=torch.uint8, device=device)
 
 
-@held_back
 def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value: torch.Tensor) -> None:
     """Write the value of a state, stored or not, in fewer bytes, with its companion."""
     value = divided_as(target, value)
@@ -368,7 +367,6 @@ def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value:
                 encode(name, values, *found)
 
 
-@held_back
 def decode_into(
     name: str, target: StoredTensor, value: torch.Tensor, companion: torch.Tensor, parameter: StoredTensor
 ) -> None:

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.interrupts import held_back
 from zinf_fx.optim.arithmetic import State
 from zinf_fx.optim.elements import copy_into
 from zinf_fx.optim.formats import (
@@ -500,6 +501,7 @@ class KeptStates:
                 shown[parameter.whole].pop(name, None)
         return states
 
+    @held_back
     def load(
         self,
         entries: Mapping[StoredTensor, State],

@@ -78,7 +78,6 @@ class StreamedStep:
         self.closed = False
         self.seconds = 0.0
 
-    @held_back
     def add(self, batch: UpdateBatch, *, owned: bool = False) -> None:
         """Take over updates of parameters: their gradients are in the states, and with `owned`, nobody else's any more.
 
@@ -153,7 +152,6 @@ class StreamedStep:
         """Of gradients in memory that wait for their update."""
         return self._progress.bytes_held
 
-    @held_back
     def close(self, overlap: bool) -> None:
         """No more parameters come. With `overlap`, go on in the background where that is safe and of any use; else
         return when all is done.
@@ -180,7 +178,6 @@ class StreamedStep:
             with taking(self._lock):  # by then it is known how far it got
                 raise self._failure
 
-    @held_back
     def advance(self) -> None:
         """Do what can be done without waiting, or have it done: see [Note: beside]."""
         if self._beside is not None and self._overlaps and self._beside.wake():

@@ -274,6 +274,7 @@ class Streamed(Optimizer):
                 self._kept.states.pop(stored_parameter(parameter), None)
             raise
 
+    @held_back
     def _take_groups(self, groups: Sequence[Group]) -> None:
         """Make room for the states of all trained parameters in new groups."""
         layouts: dict[StoredTensor, StateLayout] = {}

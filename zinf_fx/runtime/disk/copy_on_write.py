@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from zinf_fx.interrupts import held_back, sealed
+from zinf_fx.interrupts import held_back
 from zinf_fx.native.engine import PageSums
 from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import FilePart, runs
@@ -67,7 +67,6 @@ class CopyOnWrite:
                 self._live = _joined(outside)
         return ticket
 
-    @held_back
     def freeze(self, keeper: object, replaced: Sequence[object], *, reserve: bool) -> None:
         """Keep the bytes as they are for `keeper`. With `reserve`, all of them will be rewritten. `replaced`: others
         who keep them, and will release them before that.
@@ -84,7 +83,6 @@ class CopyOnWrite:
                 self._drop_ahead()
             self._kept[keeper] = list(self._live)
 
-    @held_back
     def settle(self) -> None:
         """Whoever was to be replaced has released what it kept, if it ever will. Raises: StoreError when it did not,
         and there is no other space."""
@@ -102,7 +100,6 @@ class CopyOnWrite:
         """Whether anybody keeps any bytes, or kept them, and they moved."""
         return bool(self._kept) or len(self._live) > 1 or self._ahead is not None
 
-    @held_back
     def adopt(self, keeper: object, extent: Extent, *, reserve: bool) -> None:
         """Have the bytes of another extent of the same capacity, which are kept for `keeper`. Nobody has kept any of
         those before, which are where they will be rewritten, with `reserve`, or free."""
@@ -116,7 +113,6 @@ class CopyOnWrite:
             else:
                 self._give_back([before])
 
-    @sealed
     def release(self, keeper: object) -> None:
         """What is kept for `keeper` alone is free again."""
         with self._locked():

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinf_fx.errors import ConfigError, StoreError
-from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.native.engine import BLOCK, DEPTH, HINTS, READ, WRITE, IoCounters, PageSums
 from zinf_fx.runtime.disk.data_file import AdoptedFile, DataFile
 from zinf_fx.runtime.disk.measure import weights_of
@@ -118,7 +117,6 @@ class Store:
             log.info("store striped over %s", ", ".join(f"{one} {weight / total:.0%}" for one, weight in shares))
         self._close = weakref.finalize(self, self._resources.close)
 
-    @held_back
     def allocate(self, nbytes: int) -> Extent:
         """Reserves space for `nbytes` bytes on the device, now, so that no later write can run out of it.
 
@@ -177,13 +175,11 @@ class Store:
                 file.detach()
                 file.remove()
 
-    @sealed
     def free(self, extent: Extent) -> None:
         """Gives an extent's space back to the store. No request for it may be under way. Safe in a finalizer."""
         assert extent.generation in self._live, f"{extent} is not allocated, or was freed before"
         self.give_back(extent, 0, extent.capacity)
 
-    @sealed
     def give_back(self, extent: Extent, start: int, nbytes: int) -> None:
         """As `free`, of some pages of an extent. One thread at a time gives back those of an extent."""
         left = self._live[extent.generation] - nbytes
@@ -296,7 +292,6 @@ class Store:
             taken[volume] += nbytes
         return tuple(places)
 
-    @held_back
     def _start(self, operation: int, extent: Extent, address: int, offset: int, nbytes: int, owner: object) -> Ticket:
         length = blocks(nbytes)
         assert extent.generation in self._live, f"{extent} is not allocated"

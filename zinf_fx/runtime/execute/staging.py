@@ -163,7 +163,6 @@ class Staging:
             self.drop_staying()
         self._plan, self._keys = weakref.ref(plan), keys
 
-    @sealed
     def drop_staying(self) -> None:
         """Let go of everything that stays."""
         with self._locked():
@@ -187,13 +186,11 @@ class Staging:
         if (tile := self._staying.pop(key, None)) is not None:
             self._drop(tile)
 
-    @sealed
     def release(self, tile: FlyingTile) -> None:
         """Drop one hold; the last one frees the tile's buffers."""
         with self._locked():
             self._drop(tile)
 
-    @sealed
     def release_all(self, tiles: list[FlyingTile]) -> None:
         """Drop a hold of each, and where one fails, of the others all the same. The list is empty then."""
         with ExitStack() as releases:
@@ -217,7 +214,6 @@ class Staging:
         finally:
             self._drop_left_unless_locked()
 
-    @sealed
     def _drop_left_unless_locked(self) -> None:
         while self._left and self._lock.acquire(blocking=False):  # another finalizer may have come meanwhile
             try:

@@ -40,7 +40,6 @@ def stored_again(tensor: Stored, dtype: torch.dtype, device: torch.device, value
     return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
 
 
-@held_back
 def stored_as(tensor: Stored, quantised: Quantised) -> Stored:
     """A new stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
 

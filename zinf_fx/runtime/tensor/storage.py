@@ -67,7 +67,6 @@ class TensorStorage:
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
-    @held_back
     def __init__(
         self,
         tiers: Tiers,
@@ -316,7 +315,6 @@ class TensorStorage:
                 self.share.refreshing = Refresh(self.share, self.bytes.in_memory, self.name)
         return self.share.refreshing
 
-    @held_back
     @torch.no_grad()
     def agree(self) -> None:
         """Where several ranks have the same elements, and eager code wrote to them, take over those of the first."""
@@ -334,7 +332,6 @@ class TensorStorage:
             window.store()
         share.agreed = True
 
-    @held_back
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many elements, as `StoredBytes.set`. Of a partitioned tensor, this

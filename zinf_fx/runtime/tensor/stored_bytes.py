@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.leases import Buffer, Ticket
 from zinf_fx.runtime.memory.mapped import mapped_empty
@@ -174,7 +173,6 @@ class StoredBytes:
             return self.device.download(self.on_device[start : start + memory.numel()], memory)
         return self.allocation.read(first, memory, owner)
 
-    @held_back
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many (any shape; converted to this dtype); `offset` as for `window`.

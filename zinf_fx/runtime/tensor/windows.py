@@ -315,7 +315,6 @@ class DeviceWindow(_Lifecycle):
         self._host.store(host)
         self.become(STORED)
 
-    @sealed
     def close(self) -> None:
         """Give the memory back without writing."""
         with self._closing:
