@@ -42,7 +42,7 @@ from turns import in_turns
 
 from zinf_fx.checkpoint.files import FILES, opened
 from zinf_fx.native.engine import BLOCK, DEPTH, READ, WRITE, File, FileTicket
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import in_words
 
 WAYS = ("nothing", "generations", "behind", "copies", "torch.save")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from zinf_fx.runtime.disk.store import Extent, Store, Ticket
-from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.leases import Buffer
+from zinf_fx.runtime.memory.arena import Buffer
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, blocks
 
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass
 class Recording:
-    """The requests that a store got, in order, and the most bytes of its host arena that were leased at a time."""
+    """The requests that a store got, in order, and the most bytes of its host arena that were allocated at a time."""
 
     requests: list[Request]
     peak: int = 0
@@ -42,10 +42,10 @@ class Recording:
 def recorded(tiers: Tiers) -> Iterator[Recording]:
     """What happens in the block. (The arena's own peak is that of the whole job, construction included.)"""
     store, arena, recording = tiers.store, tiers.host, Recording([])
-    lease_of_arena = arena.lease
+    allocate_of_arena = arena.allocate
 
-    def lease(nbytes: int) -> Buffer:
-        buffer = lease_of_arena(nbytes)
+    def allocate(nbytes: int) -> Buffer:
+        buffer = allocate_of_arena(nbytes)
         recording.peak = max(recording.peak, arena.in_use)
         return buffer
 
@@ -56,11 +56,11 @@ def recorded(tiers: Tiers) -> Iterator[Recording]:
 
         return note
 
-    arena.lease, store.read, store.write = lease, noting(store.read, False), noting(store.write, True)
+    arena.allocate, store.read, store.write = allocate, noting(store.read, False), noting(store.write, True)
     try:
         yield recording
     finally:
-        del arena.lease, store.read, store.write
+        del arena.allocate, store.read, store.write
 
 
 class EngineAlone:

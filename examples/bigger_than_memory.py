@@ -37,7 +37,7 @@ from zinf_fx.config import parse_bytes
 from zinf_fx.errors import ZinfError
 from zinf_fx.placement import TIERS
 from zinf_fx.plan.show.curve import ASCII, BLOCKS
-from zinf_fx.runtime.memory.limit import MemoryLimit, memory_limit
+from zinf_fx.runtime.memory.process import MemoryLimit, memory_limit
 from zinf_fx.sizes import in_words
 
 TIMES_THE_MEMORY = 2

@@ -63,7 +63,7 @@ class Training:
         for _ in range(3):  # compiles, and learns the order of the graphs
             self.whole_step()
         self.optimizer.zero_grad()
-        self.leased = self._at_rest()
+        self.allocated = self._at_rest()
         for _ in range(3):
             self.plain_step()
         assert as_expected(self._found(), self._expected(), self.tolerance)
@@ -114,13 +114,13 @@ class Training:
             self.plain.load_state_dict(self._begin[0])
             self.reference.load_state_dict(self._begin[1])
             self._repair()
-        assert self._at_rest() == self.leased, f"{when}: bytes of the arena are lost"
+        assert self._at_rest() == self.allocated, f"{when}: bytes of the arena are lost"
 
     def _at_rest(self) -> int:
         EXECUTOR.reset()
         self.optimizer.finish()
         self.tiers.drain()
-        if getattr(self, "leased", None) != self.tiers.host.in_use:
+        if getattr(self, "allocated", None) != self.tiers.host.in_use:
             gc.collect()
         return self.tiers.host.in_use
 

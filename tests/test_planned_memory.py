@@ -37,7 +37,7 @@ STEPS_IN_BACKWARD = ("deep",)
 
 @pytest.mark.parametrize("name", named(SHAPES, PEAKS))
 def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> None:
-    """Those of each phase; and what the arena takes of the machine: every byte of it that was ever leased, also in
+    """Those of each phase; and what the arena takes of the machine: every byte of it that was ever allocated, also in
     steps that go on in the next forward pass."""
     shape = SHAPES[name]
     torch.manual_seed(0)

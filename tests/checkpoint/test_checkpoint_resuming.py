@@ -12,7 +12,7 @@ from jobs import Job, assert_equal, value_of
 from safetensors.torch import load_file
 
 import zinf_fx
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

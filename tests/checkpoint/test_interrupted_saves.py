@@ -66,7 +66,7 @@ def interrupt_lines(work: Work, call: Callable[[], object], sent: signal.Signals
     call()
     tiers = work.model[0].weight.storage.tiers
     tiers.drain()
-    at_rest, leased, number, came_out, going = descriptors(), tiers.host.in_use, first, 0, True
+    at_rest, allocated, number, came_out, going = descriptors(), tiers.host.in_use, first, 0, True
     with time_limit():
         while going:
             came, lines = interrupted_at(number, call, sent)
@@ -76,7 +76,7 @@ def interrupt_lines(work: Work, call: Callable[[], object], sent: signal.Signals
             assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), where
             tiers.drain()
             assert descriptors() == at_rest, where
-            assert tiers.host.in_use == leased, where
+            assert tiers.host.in_use == allocated, where
             assert came or not going, where
             number += stride
     for again in (work.load, work.read, work.export, work.save, work.load):

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from zinf_fx.compat.safetensors import MappedFiles, _bytes_of_files
-from zinf_fx.runtime.memory.mapped import memory_of_file
+from zinf_fx.runtime.memory.host import memory_of_file
 
 
 def _written(tmp_path: Path) -> Path:

@@ -15,7 +15,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.compat import transformers
 from zinf_fx.compat.safetensors import MappedFiles
-from zinf_fx.runtime.memory.mapped import memory_of_file
+from zinf_fx.runtime.memory.host import memory_of_file
 
 CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "stack": torch.stack,

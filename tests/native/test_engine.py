@@ -21,7 +21,7 @@ from injecting import Fault, clear_faults, faults_fired, inject, inject_setup_fa
 
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, File, is_direct, provider_names
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 BLOCK = 64 << 10
 
@@ -479,7 +479,7 @@ def test_libaio_is_found_at_run_time(tmp_path: Path):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libaio.so.1t64", source], check=True)
     program = (
         "import sys; from pathlib import Path; from zinf_fx.runtime.disk.store import Store\n"
-        "from zinf_fx.runtime.memory.buffers import aligned_empty\n"
+        "from zinf_fx.runtime.memory.host import aligned_empty\n"
         "store = Store(sys.argv[1]); extent = store.allocate(100000)\n"
         "data, back = aligned_empty(100000).random_(0, 256), aligned_empty(100000)\n"
         "store.write(extent, data.data_ptr(), 0, 100000).wait()\n"

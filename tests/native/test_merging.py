@@ -14,7 +14,7 @@ from injecting import Fault, inject
 
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, FileTicket, is_direct
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 PAGE = 4096
 BLOCK = 64 << 10

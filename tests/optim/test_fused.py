@@ -202,16 +202,16 @@ def test_buffers_are_bounded(tmp_path, name: str):
     pair.give_gradients()
     tiers = pair.stored[0].storage.tiers
     tiers.drain()
-    arena, leased = tiers.host, []
-    lease = arena.lease
-    arena.lease = lambda nbytes: (leased.append(arena.in_use + nbytes), lease(nbytes))[1]
+    arena, allocated = tiers.host, []
+    allocate = arena.allocate
+    arena.allocate = lambda nbytes: (allocated.append(arena.in_use + nbytes), allocate(nbytes))[1]
     _, optimizer = pair.sides(name, lr=0.1, **options)[0]
     for _ in range(2):
         optimizer.step()
         assert arena.in_use == 0
     operands = {"AdamW": 4, "SGD": 3, "Adagrad": 3}[name]
     # Three chunks; the first values of states go one chunk after the other, but many small ones are on their way.
-    assert (64 << 10) < max(leased) <= 3 * operands * (64 << 10) + 200 * 4096
+    assert (64 << 10) < max(allocated) <= 3 * operands * (64 << 10) + 200 * 4096
 
 
 def test_states_from_elsewhere_move_to_their_tier(tmp_path):

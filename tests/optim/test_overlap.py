@@ -297,7 +297,7 @@ def test_a_small_host_budget_ends_the_step_early(twins):
     optimizer.step()
     tiers = pair.stored[0].storage.tiers
     assert tiers.background is not None
-    tiers.lease(tiers.host.capacity - (512 << 10)).release()
+    tiers.allocate(tiers.host.capacity - (512 << 10)).release()
     assert tiers.background is None
     reference.step()
     pair.check()

@@ -73,12 +73,12 @@ def test_interrupted(twins, monkeypatch, placement, dtype, error, piece, last, u
     number = windows * (piece + last) + (not last)
     state = {k: {n: torch.clone(v) for n, v in s.items()} for k, s in optimizer.state_dict()["state"].items()}
     arena = pair.stored[0].storage.tiers.host
-    leased = arena.in_use
+    allocated = arena.in_use
     with monkeypatch.context() as patch:
         interrupt_store(patch, number, error)
         with pytest.raises(type(error)):
             optimizer.step()
-    assert arena.in_use == leased
+    assert arena.in_use == allocated
     torn = optimizer.torn
     assert ("".join(torn.updated), "".join(torn.partial), "".join(torn.untouched)) == (updated, partial, untouched)
     for parameter, name in zip(pair.stored, "abc", strict=True):

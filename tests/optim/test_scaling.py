@@ -99,10 +99,10 @@ def test_a_few_chunks_are_in_memory(pair, name: str, monkeypatch: pytest.MonkeyP
     stored, _ = pair
     tiers = stored[0].storage.tiers
     tiers.drain()
-    leased, lease = [], tiers.host.lease
+    allocated, allocate = [], tiers.host.allocate
     monkeypatch.setattr(
-        tiers.host, "lease", lambda nbytes: (leased.append(tiers.host.in_use + nbytes), lease(nbytes))[1]
+        tiers.host, "allocate", lambda nbytes: (allocated.append(tiers.host.in_use + nbytes), allocate(nbytes))[1]
     )
     monkeypatch.setattr(TensorStorage, "value", value)
     OPERATIONS[name](list(stored))
-    assert CHUNK < max(leased) <= 4 * CHUNK and tiers.host.in_use == 0
+    assert CHUNK < max(allocated) <= 4 * CHUNK and tiers.host.in_use == 0

@@ -138,7 +138,7 @@ def test_memory_that_others_need_is_given_up(tmp_path: Path) -> None:
         if model is training.model and training.tiers.ahead is not None:
             buffers = []
             while training.tiers.ahead is not None:
-                buffers.append(training.tiers.lease(LEAST_CHUNK))
+                buffers.append(training.tiers.allocate(LEAST_CHUNK))
             for buffer in buffers:
                 buffer.release()
             given_up.append(len(buffers))
@@ -155,7 +155,7 @@ def test_nothing_more_is_read_ahead_where_memory_ran_out(training: Training, mon
     ahead = training.tiers.ahead
 
     def refuse(*arguments: object) -> None:
-        raise StoreError("lease", "host memory", "there is no room")
+        raise StoreError("allocate", "host memory", "there is no room")
 
     with monkeypatch.context() as patched:
         patched.setattr(ahead.memory, "open", refuse)

@@ -330,19 +330,19 @@ def test_buffers_are_bounded_and_given_back(twins, delay):
     optimizer = optim.AdamW(pair.stored)
     inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="write", count=10**6, delay=delay))
     arena = pair.stored[0].storage.tiers.host
-    leased = []
-    lease = arena.lease
-    arena.lease = lambda nbytes: (leased.append(arena.in_use), lease(nbytes))[1]
+    allocated = []
+    allocate = arena.allocate
+    arena.allocate = lambda nbytes: (allocated.append(arena.in_use), allocate(nbytes))[1]
     for _ in range(2):
         for parameter in pair.stored:
             parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
             parameter.grad.zero_()
         pair.stored[0].storage.tiers.drain()
-        leased.clear()
+        allocated.clear()
         optimizer.step()
         optimizer.finish()
         assert arena.in_use == 0
-        assert 0 < max(leased) <= 3 * 4 * (64 << 10)  # three chunks of parameter, gradient and two states
+        assert 0 < max(allocated) <= 3 * 4 * (64 << 10)  # three chunks of parameter, gradient and two states
 
 
 def test_a_small_arena_makes_smaller_chunks(twins):

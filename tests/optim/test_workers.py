@@ -141,7 +141,7 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
 def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for what is in other dtypes is for the pieces that were counted on when the step began."""
     expected = trained(tmp_path / "as many", "nvme", FORMS["8bit"])
-    plan, lease = chunk_queue.ChunkMemory.plan, chunk_queue.ChunkMemory._lease_scratch
+    plan, lease = chunk_queue.ChunkMemory.plan, chunk_queue.ChunkMemory._allocate_scratch
 
     def with_some(self: chunk_queue.ChunkMemory, batch: UpdateBatch) -> None:
         torch.set_num_threads(THREADS)
@@ -153,7 +153,7 @@ def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypat
         return scratch
 
     monkeypatch.setattr(chunk_queue.ChunkMemory, "plan", with_some)
-    monkeypatch.setattr(chunk_queue.ChunkMemory, "_lease_scratch", with_more_behind_it)
+    monkeypatch.setattr(chunk_queue.ChunkMemory, "_allocate_scratch", with_more_behind_it)
     assert all(map(torch.equal, trained(tmp_path / "more", "nvme", FORMS["8bit"]), expected))
 
 

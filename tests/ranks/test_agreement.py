@@ -12,7 +12,7 @@ from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
-from zinf_fx.runtime.memory.limit import MemoryLimit
+from zinf_fx.runtime.memory.process import MemoryLimit
 from zinf_fx.runtime.ranks import Ranks
 
 SOON = 5.0

@@ -12,9 +12,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zinf_fx.plan import packs
+from zinf_fx.runtime.memory.arena import Buffer, DeviceArena
 from zinf_fx.runtime.memory.device import MAKERS, Copy, Device
-from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.leases import Buffer
 
 
 class LateDevice(Device):

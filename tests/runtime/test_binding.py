@@ -14,7 +14,7 @@ from twins import Net, python_calls_by_name, x
 import zinf_fx
 from zinf_fx.optim import AdamW
 from zinf_fx.runtime.execute import binding
-from zinf_fx.runtime.memory import heap
+from zinf_fx.runtime.memory import process
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -42,7 +42,7 @@ def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[
 def test_an_operator_is_told_where_it_begins_and_ends_and_nothing_else_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    monkeypatch.setattr(heap, "_holds_little", False)  # which a budget leaves behind
+    monkeypatch.setattr(process, "_holds_little", False)  # which a budget leaves behind
     few, many = (python_calls_by_name(training(placement, tmp_path, layers)[0]) for layers in (5, 20))
     for_more = Counter({name: many[name] - few[name] for name in many})
     assert for_more["begin_operator"] == for_more["end_operator"] > 0

@@ -15,7 +15,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import crc32c
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import PAGE
 
 PAGES = 12

@@ -20,8 +20,8 @@ from zinf_fx import StoredTensor
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.memory.device import MAX_BYTES_LEAVING
-from zinf_fx.runtime.memory.pinned import SLAB
+from zinf_fx.runtime.memory.device import MAX_BYTES_OFFLOADING
+from zinf_fx.runtime.memory.host import SLAB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, default_dtype
@@ -373,7 +373,7 @@ def test_device_memory_is_that_of_the_schedule(tmp_path: Path, placement: str) -
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     tile = width * width * 4
-    leaving = MAX_BYTES_LEAVING  # of gradients on their way to host memory
+    leaving = MAX_BYTES_OFFLOADING  # of gradients on their way to host memory
     assert planned < layers * tile / 2
     assert peak <= planned + leaving + 2 * tile
     model.zero_grad()

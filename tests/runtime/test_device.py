@@ -21,9 +21,9 @@ from torch import nn
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.memory import leases
-from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.pinned import SLAB, slabs
+from zinf_fx.runtime.memory import arena as arenas
+from zinf_fx.runtime.memory.arena import Arena
+from zinf_fx.runtime.memory.host import SLAB, slabs
 from zinf_fx.sizes import PAGE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -256,13 +256,13 @@ def test_slabs_are_cut_at_multiples() -> None:
 
 def test_what_is_leased_is_registered_once_and_until_the_memory_goes() -> None:
     arena, registry = Arena("host", 3 * SLAB + PAGE), Registry()
-    first = arena.lease(PAGE)
+    first = arena.allocate(PAGE)
     assert not registry.known
     arena.serve(registry)
-    second = arena.lease(PAGE)
+    second = arena.allocate(PAGE)
     assert list(registry.known.values()) == [SLAB] and min(registry.known) % SLAB == 0
-    arena.lease(2 * SLAB)
-    arena.lease(SLAB // 2)
+    arena.allocate(2 * SLAB)
+    arena.allocate(SLAB // 2)
     assert sum(registry.known.values()) in (3 * SLAB, 3 * SLAB + PAGE)
     value = second.tensor((PAGE,), torch.uint8)
     del arena, first, second
@@ -275,9 +275,9 @@ def test_what_is_leased_is_registered_once_and_until_the_memory_goes() -> None:
 
 def test_registered_memory_is_not_trimmed() -> None:
     arena, registry = Arena("host", 4 * SLAB), Registry()
-    unknown = arena.lease(SLAB)
+    unknown = arena.allocate(SLAB)
     arena.serve(registry)
-    known = arena.lease(SLAB)
+    known = arena.allocate(SLAB)
     values = [buffer.tensor((SLAB,), torch.uint8).fill_(7) for buffer in (unknown, known)]
     unknown.release(), known.release()
     arena.trim()
@@ -289,7 +289,7 @@ def test_memory_that_is_refused_is_used_unregistered(caplog: pytest.LogCaptureFi
     arena.serve(Registry(room=SLAB))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            arena.lease(SLAB).tensor((SLAB,), torch.uint8)[0] = 1
+            arena.allocate(SLAB).tensor((SLAB,), torch.uint8)[0] = 1
     assert caplog.text.count("can't be pinned") == 1 and "it is full" in caplog.text
 
 
@@ -297,18 +297,18 @@ def test_a_buffer_that_a_device_reads_is_not_free(monkeypatch: pytest.MonkeyPatc
     arena = Arena("host", 4 * PAGE)
     copies = []
     for _ in range(4):
-        buffer = arena.lease(PAGE)
+        buffer = arena.allocate(PAGE)
         copies.append(LateCopy(torch.empty(PAGE, dtype=torch.uint8)))
         copies[-1].start(buffer.tensor((PAGE,), torch.uint8))
         buffer.release_after(copies[-1])
     assert arena.in_use == 4 * PAGE and not any(c.done() for c in copies)
-    arena.lease(PAGE)  # waits for the oldest copy
+    arena.allocate(PAGE)  # waits for the oldest copy
     assert [c.done() for c in copies] == [True, False, False, False]
     copies[1].wait()
     assert arena.in_use == 3 * PAGE
-    monkeypatch.setattr(leases, "_MAX_BYTES_LEAVING", PAGE)
+    monkeypatch.setattr(arenas, "_MAX_BYTES_TO_READ", PAGE)
     last = LateCopy(torch.empty(PAGE, dtype=torch.uint8))
-    buffer = arena.lease(PAGE)
+    buffer = arena.allocate(PAGE)
     last.start(buffer.tensor((PAGE,), torch.uint8))
     buffer.release_after(last)
     assert [c.done() for c in copies] == [True] * 4 and not last.done()

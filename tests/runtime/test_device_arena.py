@@ -19,8 +19,8 @@ from twins import Net, assert_same_gradients
 import zinf_fx
 from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.memory.counters import Counters
-from zinf_fx.runtime.memory.device_arena import DeviceArena
+from zinf_fx.runtime.memory.arena import DeviceArena
+from zinf_fx.runtime.memory.transfers import Counters
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.sizes import PAGE
 
@@ -191,7 +191,7 @@ def test_the_region_goes_with_the_last_model(tmp_path: Path) -> None:
 def test_a_taken_place_is_counted_and_another_found(device: LateDevice) -> None:
     counters = Counters()
     arena = DeviceArena(device, 2 * PAGE, counters)
-    one, other = arena.lease(PAGE, 100), arena.lease(PAGE, PAGE)
+    one, other = arena.allocate(PAGE, 100), arena.allocate(PAGE, PAGE)
     assert (counters.placed, counters.displaced) == (1, 1)
     values = [b.tensor((25,), torch.float32).fill_(n) for n, b in enumerate((one, other))]
     before = values[0]._version
@@ -201,10 +201,10 @@ def test_a_taken_place_is_counted_and_another_found(device: LateDevice) -> None:
     assert arena.in_use == arena.touched == 2 * PAGE
     one.release()
     other.release()
-    again = arena.lease(PAGE, PAGE)
+    again = arena.allocate(PAGE, PAGE)
     assert again.address == one.address and (arena.in_use, arena.touched) == (PAGE, 2 * PAGE)
     arena.restart_peak()
-    assert arena.touched == PAGE and arena.lease(0, 1).address == one.address - PAGE
+    assert arena.touched == PAGE and arena.allocate(0, 1).address == one.address - PAGE
     assert arena.touched == 2 * PAGE
 
 
@@ -212,6 +212,6 @@ def test_a_region_beyond_the_device_is_refused(device: LateDevice, monkeypatch: 
     def allocate(nbytes: int, torch_device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate")
 
-    monkeypatch.setattr("zinf_fx.runtime.memory.device_arena._allocate", allocate)
+    monkeypatch.setattr("zinf_fx.runtime.memory.arena._allocate", allocate)
     with pytest.raises(StoreError, match=r"device_memory.*tried to allocate"):
         DeviceArena(device, PAGE, Counters())

@@ -21,7 +21,7 @@ from injecting import Fault, clear_faults, faults_fired, inject, inject_setup_fa
 from zinf_fx.cli import main
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 PAGE = 4096
 BLOCK = 64 << 10
@@ -350,7 +350,7 @@ def test_without_libaio(tmp_path: Path):
         (tmp_path / name).touch()
     (tmp_path / "store").mkdir()
     program = (
-        "import sys\nfrom zinf_fx.runtime.memory.buffers import aligned_empty\n"
+        "import sys\nfrom zinf_fx.runtime.memory.host import aligned_empty\n"
         "from zinf_fx.runtime.disk.store import Store\n"
         "store = Store(sys.argv[1]); extent = store.allocate(9_000_000)\n"
         "data, back = aligned_empty(9_000_000).random_(0, 256), aligned_empty(9_000_000)\n"

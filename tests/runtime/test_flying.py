@@ -15,8 +15,8 @@ from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.executor import EXECUTOR, Run
 from zinf_fx.runtime.execute.flying import FORSAKEN, GatheredTile
 from zinf_fx.runtime.execute.staging import Staging
-from zinf_fx.runtime.memory.counters import Counters
 from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.memory.transfers import Counters
 
 PLANNED = Tile("w", (4,), torch.float32, "nvme", None)
 

@@ -21,7 +21,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.arena import Arena
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 HOST = {"parameters": "host", "gradients": "host", "activations": "device"}
@@ -143,12 +143,12 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
 
 def test_a_child_that_drops_its_parents_tensors_gives_no_memory_back() -> None:
     arena = Arena("host memory", 1 << 20)
-    taken = [*arena.lease(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])]
+    taken = [*arena.allocate(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])]
 
     def drop() -> None:
         taken.clear()
         assert arena.in_use == 4096
-        own = arena.lease(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])
+        own = arena.allocate(4096).owning_tensors([(0, torch.Size([1024]), torch.float32)])
         assert arena.in_use == 8192
         del own
         assert arena.in_use == 4096
@@ -164,7 +164,7 @@ def test_a_child_waits_for_no_lock_of_another_thread(tmp_path: Path) -> None:
 
     def hold() -> None:
         tiers, step = training.tiers, training.optimizer._last_step
-        arena = tiers.host._read_by_devices.lock
+        arena = tiers.host._read_by_device.lock
         with RUNNING.lock, EXECUTOR.staging._lock, step._lock, tiers._lock, arena, Tiers._open_lock:
             held.set()
             over.wait()

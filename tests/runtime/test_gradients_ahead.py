@@ -118,13 +118,13 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
 def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.storage.bytes
-    leased = held.tiers.host.in_use
+    allocated = held.tiers.host.in_use
     window = held.read_ahead(0, held.count)
     assert held.read_ahead(0, held.count) is None, "it is there"
     new = held.device_window(load=False)
     assert new is not window and window.is_over
     new.close()
-    assert held.tiers.host.in_use == leased
+    assert held.tiers.host.in_use == allocated
 
 
 def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_where_the_planned_place_is_taken_nothing_is_read_ahead(tmp_path: Path) 
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
     held.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
-    other = held.tiers.lease(held.nbytes, 0)
+    other = held.tiers.allocate(held.nbytes, 0)
     assert held.read_ahead(0, held.count, 0) is None
     other.release()
     assert held.read_ahead(0, held.count, 0) is not None
@@ -161,7 +161,7 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     tiers = model[0].weight.storage.tiers
     tiers.drain()
     EXECUTOR.reset()
-    leased = tiers.host.in_use
+    allocated = tiers.host.in_use
     loss = compiled(batch(2)).sum()
     ahead.clear()
     inject(tiers.store, Fault("completion", nth=LAYERS, operation="read", errno=errno.EILSEQ))
@@ -174,4 +174,4 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     assert not any(
         parameter.grad.storage.bytes._ahead for parameter in model.parameters() if parameter.grad is not None
     )
-    assert tiers.host.in_use <= leased
+    assert tiers.host.in_use <= allocated

@@ -13,7 +13,7 @@ from gate import providers
 
 from zinf_fx.errors import StoreError
 from zinf_fx.runtime.disk.store import Extent, Store
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 PAGE = 4096
 NBYTES = (4 << 20) + 5 * PAGE + 100  # two of the engine's blocks, and a tail

@@ -166,14 +166,14 @@ def test_the_program_waits_for_nothing_but_room_for_gradients(trained: Callable[
 
 
 @pytest.mark.parametrize(
-    ("limit", "budgets"), [(0, {}), (device.MAX_BYTES_LEAVING, {}), (0, {"device_memory": "1GiB"})]
+    ("limit", "budgets"), [(0, {}), (device.MAX_BYTES_OFFLOADING, {}), (0, {"device_memory": "1GiB"})]
 )
 def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, limit: int, budgets: dict[str, str]
 ) -> None:
     """As many bytes as the limit, as the plan leaves of the device's budget, or twice those of one of them. The link
     takes longer here than all computing."""
-    monkeypatch.setattr(device, "MAX_BYTES_LEAVING", limit)
+    monkeypatch.setattr(device, "MAX_BYTES_OFFLOADING", limit)
     training = trained("infinity-cpu", download=RATE / 30, **budgets)
     first = len(training.queue.copies)
     launches = training.step()

@@ -9,7 +9,7 @@ import torch
 
 import zinf_fx
 from zinf_fx.frontend import auto_placement
-from zinf_fx.runtime.memory.limit import MemoryLimit, memory_limit
+from zinf_fx.runtime.memory.process import MemoryLimit, memory_limit
 from zinf_fx.runtime.tensor import tiers
 
 

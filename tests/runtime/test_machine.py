@@ -19,7 +19,7 @@ from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
-from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.runtime.memory.process import memory_limit
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -13,7 +13,7 @@ from twins import Net, python_calls_by_name, x
 import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.optim import AdamW
-from zinf_fx.runtime.memory import heap
+from zinf_fx.runtime.memory import process
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.sizes import PAGE, blocks, round_up
 
@@ -145,7 +145,7 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
 def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatch, placement: str, bound: int):
     """Of a whole step. Somebody who brings back work for each parameter sees it here."""
     # As in a process that had no budget before, and no optimizer that steps in backward.
-    monkeypatch.setattr(heap, "_holds_little", False)
+    monkeypatch.setattr(process, "_holds_little", False)
     monkeypatch.setattr(GradientState, "any_followed", False)
     counts = []
     for layers in (5, 20):

@@ -22,7 +22,8 @@ from injecting import Fault, inject
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.runtime.disk.scratch import survey
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
+from zinf_fx.runtime.memory.arena import Arena
+from zinf_fx.runtime.memory.host import aligned_empty
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_round_trip_at_odd_sizes(store: Store, nbytes: int):
     arena = Arena("host", 32 << 20)
     extent = store.allocate(nbytes)
     assert (extent.nbytes, extent.capacity % 4096, extent.offset % 4096) == (nbytes, 0, 0)
-    written, back = arena.lease(nbytes), arena.lease(nbytes)
+    written, back = arena.allocate(nbytes), arena.allocate(nbytes)
     data = fill(written.tensor((nbytes,), torch.uint8))
     store.write(extent, written.address, 0, nbytes).wait()
     store.read(extent, back.address, 0, nbytes).wait()
@@ -348,7 +349,7 @@ def test_what_others_put_there_stays(tmp_path: Path):
 
 WORK = """
 import os, sys, time
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.runtime.disk.store import Store
 store = Store(sys.argv[1])
 extent = store.allocate(8 << 20)

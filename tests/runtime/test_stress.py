@@ -19,7 +19,7 @@ from injecting import Fault, clear_faults, inject
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import provider_names
 from zinf_fx.runtime.disk.store import Extent, Store
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 PAGE = 4096
 LARGEST = 1 << 20

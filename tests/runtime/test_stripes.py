@@ -21,7 +21,7 @@ from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import File, FileTicket
 from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 
 MIB = 1 << 20
 

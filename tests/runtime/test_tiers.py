@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from zinf_fx.config import Config
-from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.arena import Arena
+from zinf_fx.runtime.memory.transfers import Counters
 from zinf_fx.runtime.tensor import write_queue
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
@@ -35,7 +35,7 @@ def test_a_large_write_waits_for_those_before_it_and_not_for_itself(monkeypatch:
     writes = [Write() for _ in range(5)]
     seen = []
     for write, pages in zip(writes, (1, 2, 8, 1, 2), strict=True):
-        queue.add(write, arena.lease(pages * PAGE), None)
+        queue.add(write, arena.allocate(pages * PAGE), None)
         seen.append([one.awaited for one in writes].count(True))
     assert seen == [0, 0, 2, 3, 3]
     queue.drain()
@@ -52,7 +52,7 @@ def test_who_waits_for_writes_holds_up_nobody_else():
             super().wait()
 
     queue, arena = WriteQueue(Counters()), Arena("host", 32 * PAGE)
-    queue.add(Late(), arena.lease(PAGE), None)
+    queue.add(Late(), arena.allocate(PAGE), None)
     waiting = threading.Thread(target=queue.drain)
     waiting.start()
     assert waits.wait(60)

@@ -22,7 +22,7 @@ from zinf_fx.checkpoint.values import decode
 from zinf_fx.errors import CheckpointError
 from zinf_fx.native.engine import File
 from zinf_fx.quantisation import dequantised
-from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.memory.host import octets
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 from zinf_fx.runtime.tensor.distributed_checkpoint import UnreadBox, chunk_list, own_memory, write_items
 from zinf_fx.runtime.tensor.quantised import Quantised

@@ -25,9 +25,9 @@ from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.optim.elements import open_window
 from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
-from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU
-from zinf_fx.runtime.memory.leases import Ticket
+from zinf_fx.runtime.memory.host import aligned_empty
+from zinf_fx.runtime.memory.transfers import Ticket
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.boxes import Box, copy_common, view_of
 from zinf_fx.runtime.tensor.gathered import gathered

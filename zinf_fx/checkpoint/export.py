@@ -23,7 +23,7 @@ from zinf_fx.checkpoint.models import Everyone, names_of_tied, tensors_of, toget
 from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, check_dtype, layout
 from zinf_fx.config import parse_bytes
 from zinf_fx.interrupts import held_back, let_through
-from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.memory.host import octets
 from zinf_fx.sizes import in_words
 
 

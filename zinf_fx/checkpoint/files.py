@@ -22,7 +22,7 @@ from zinf_fx.native.engine import READ, WRITE, Engine, File, FileTicket, direct_
 from zinf_fx.regular_files import NotRegularError, check_regular, open_regular
 from zinf_fx.runtime.disk.filesystem import taken_by
 from zinf_fx.runtime.disk.probe import FATAL_FOR_EVERY_PROVIDER, candidates, listed
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import PAGE
 
 LOCK = "lock"

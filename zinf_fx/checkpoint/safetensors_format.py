@@ -21,7 +21,7 @@ from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.regular_files import open_regular
-from zinf_fx.runtime.memory.buffers import octets
+from zinf_fx.runtime.memory.host import octets
 from zinf_fx.runtime.tensor.quantised import Quantised
 
 # By the names that the format has for them. It has more, for which torch has no dtype, such as those of 4 and 6 bits.

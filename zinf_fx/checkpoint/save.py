@@ -44,7 +44,7 @@ from zinf_fx.errors import CheckpointError
 from zinf_fx.interrupts import held_back
 from zinf_fx.native.engine import File, FileTicket, crc32c_at
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.boxes import Box
 from zinf_fx.sizes import PAGE, blocks, in_words

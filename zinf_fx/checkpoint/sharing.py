@@ -33,8 +33,7 @@ from zinf_fx.runtime.disk.data_file import DataFile
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.disk.stripes import UNIT, FilePart, Place
-from zinf_fx.runtime.memory.buffers import aligned_empty
-from zinf_fx.runtime.memory.mapped import mapped_empty
+from zinf_fx.runtime.memory.host import aligned_empty, mapped_empty
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import PAGE, blocks, in_words, pieces_of

@@ -23,7 +23,7 @@ from zinf_fx.plan.rates import NOMINAL_MACHINE
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import load_profile
-from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.runtime.memory.process import memory_limit
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import local_part
 

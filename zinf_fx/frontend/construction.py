@@ -33,8 +33,8 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.placement import PlacementRules, check_patterns
 from zinf_fx.plan.sharding import Owners
 from zinf_fx.quantisation import can_be_quantised, is_table
-from zinf_fx.runtime.memory.heap import pass_through
-from zinf_fx.runtime.memory.mapped import memory_of_file
+from zinf_fx.runtime.memory.host import memory_of_file
+from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor

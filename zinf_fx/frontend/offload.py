@@ -42,7 +42,7 @@ from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
 from zinf_fx.runtime.gradients.spaces import reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
-from zinf_fx.runtime.memory.heap import trim_heap
+from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, made_of, placed_as, stored_in

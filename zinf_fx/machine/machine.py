@@ -24,7 +24,7 @@ from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
-from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.runtime.memory.process import memory_limit
 from zinf_fx.sizes import PAGE
 
 CPU = torch.device("cpu")

@@ -23,14 +23,14 @@ class Stats:
     Attributes:
         bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
         read_seconds, write_seconds: for which at least one block of that direction was under way.
-        host_bytes: leased from the host arena now.
-        peak_host_bytes: of the host arena that were leased at any time since the last plan was made, together: so many
-            may be resident.
+        host_bytes: allocated from the host arena now.
+        peak_host_bytes: of the host arena that were allocated at any time since the last plan was made, together: so
+            many may be resident.
         planned_host_bytes: what the plans say that this is, one at a time; 0 before the first.
         device_arena_bytes, peak_device_arena_bytes, planned_device_arena_bytes: as those of the host arena, of the
             places of tiles on devices with memory of their own: taken from the device are those that are planned, and
             what lies elsewhere.
-        placed_buffers, displaced_buffers: leased where their plans say, and elsewhere: because somebody else had the
+        placed_buffers, displaced_buffers: allocated where their plans say, and elsewhere: because somebody else had the
             place, as when graphs run in another order than planned.
         peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
         gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.

@@ -69,7 +69,7 @@ class ChunkMemory:
         """Open the next chunk, but for its gradients."""
         converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
         if converts and recipe.place not in self._scratch:
-            self._scratch[recipe.place] = self._lease_scratch(recipe.place)
+            self._scratch[recipe.place] = self._allocate_scratch(recipe.place)
         with in_turn(self.tiers, self._next_part):
             chunk = OpenChunk(recipe, pieces, self.opened)
         self.opened += 1
@@ -98,7 +98,7 @@ class ChunkMemory:
         scratch = self._scratch[CPU].nbytes if CPU in self._scratch else 0
         return part_of(number, self._chunk_bytes, behind=scratch, count=self.count)
 
-    def _lease_scratch(self, place: Device) -> torch.Tensor:
+    def _allocate_scratch(self, place: Device) -> torch.Tensor:
         """Memory for what chunks have in other dtypes than that of the update."""
         states = self._stored.values()
         lanes, piece = self.lanes_at(place)
@@ -108,7 +108,7 @@ class ChunkMemory:
             return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
         nbytes = math.prod(shape)
         with self.tiers[0].stepping(range(nbytes)):  # not in the middle of a chunk's part of the room
-            buffer = self.tiers[0].lease(nbytes)
+            buffer = self.tiers[0].allocate(nbytes)
         self._close.callback(buffer.release)
         return buffer.tensor(shape, torch.uint8)
 

@@ -28,7 +28,7 @@ class Opened(Protocol):
 
 @contextmanager
 def in_turn(tiers: Iterable[Tiers], part: range) -> Iterator[None]:
-    """Leases in the block are for the chunk that has this part of the room that is planned for chunks."""
+    """What is allocated in the block is for the chunk that has this part of the room that is planned for chunks."""
     with ExitStack() as rooms:
         for each in tiers:
             rooms.enter_context(each.stepping(part))

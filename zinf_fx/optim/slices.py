@@ -21,7 +21,7 @@ from zinf_fx.optim.layouts import (
 from zinf_fx.optim.states import ParameterStates, by_allocation
 from zinf_fx.plan.chunks import AT_A_TIME, Piece, charged
 from zinf_fx.plan.packs import starts_of
-from zinf_fx.runtime.memory.cut import Cut
+from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.stored_bytes import side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -408,7 +408,7 @@ class _Row:
         for share, start, elements in zip(shares, starts, updated, strict=False):
             first = start + share.position(elements.start)
             parts.append(slice(first, first + len(elements)))
-        self._cut = Cut(parts)
+        self._cut = CachedViews(parts)
 
     @property
     def holds_no_memory(self) -> bool:

@@ -22,7 +22,7 @@ from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import Beside, serves
 from zinf_fx.optim.update import ChunkUpdate
 from zinf_fx.optim.update_batch import UpdateBatch
-from zinf_fx.runtime.memory.heap import trim_heap
+from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
 from zinf_fx.runtime.tensor.stored_bytes import announce_writes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor

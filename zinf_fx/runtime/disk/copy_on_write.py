@@ -12,7 +12,7 @@ from zinf_fx.native.engine import PageSums
 from zinf_fx.runtime.disk.store import Extent, Store
 from zinf_fx.runtime.disk.stripes import FilePart, runs
 from zinf_fx.runtime.memory.freelist import FreeList
-from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
+from zinf_fx.runtime.memory.transfers import Ticket, all_started, joined
 from zinf_fx.sizes import PAGE, blocks
 
 

@@ -24,7 +24,7 @@ from zinf_fx.regular_files import read_regular
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.volume import Volumes
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import PAGE, round_up
 
 log = logging.getLogger(__name__)

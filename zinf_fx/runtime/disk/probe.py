@@ -10,7 +10,7 @@ from collections.abc import Callable
 from zinf_fx.errors import ConfigError, StoreError
 from zinf_fx.native.engine import READ, WRITE, Engine, direct_alignment, is_direct, provider_names
 from zinf_fx.runtime.disk.scratch import PROBE, Scratch
-from zinf_fx.runtime.memory.buffers import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import PAGE
 
 log = logging.getLogger(__name__)

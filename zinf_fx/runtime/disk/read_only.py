@@ -13,7 +13,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import READ, Engine, File, FileTicket, direct_alignment, is_direct
 from zinf_fx.regular_files import open_regular
 from zinf_fx.runtime.disk.links import reads
-from zinf_fx.runtime.memory.leases import JoinedTicket, Ticket
+from zinf_fx.runtime.memory.transfers import JoinedTicket, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE, blocks
 

@@ -19,7 +19,7 @@ from zinf_fx.runtime.disk.probe import candidates
 from zinf_fx.runtime.disk.read_only import ReadOnlyFile
 from zinf_fx.runtime.disk.stripes import UNIT, Place, Turns, runs
 from zinf_fx.runtime.disk.volume import Volume, Volumes
-from zinf_fx.runtime.memory.leases import Ticket, all_started, joined
+from zinf_fx.runtime.memory.transfers import Ticket, all_started, joined
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.sizes import PAGE, blocks
 

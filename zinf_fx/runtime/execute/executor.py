@@ -30,7 +30,7 @@ from zinf_fx.runtime.finalizers import run_interrupted_finalizers
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.heap import computed, holds_little
+from zinf_fx.runtime.memory.process import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.tensor.gradient_state import GradientState

@@ -13,7 +13,8 @@ import torch
 from zinf_fx.errors import RanksError, StoreError
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.lifecycle import Lifecycle
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
+from zinf_fx.runtime.memory.arena import Buffer
+from zinf_fx.runtime.memory.transfers import Ticket
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.pack import Stored
@@ -117,10 +118,10 @@ class GatheredTile(FlyingTile):
         self._found: Values | None = None  # in the whole, once it was asked for
         super().__init__(storage, planned, offset)
 
-    def _lease(self, storage: Stored, count: int, offset: int | None) -> None:
+    def _allocate(self, storage: Stored, count: int, offset: int | None) -> None:
         """Have memory for so many elements, if that is of the host arena."""
         if self._device.in_host_memory:
-            self._buffer = storage.tiers.lease(count * self._planned.dtype.itemsize, offset)
+            self._buffer = storage.tiers.allocate(count * self._planned.dtype.itemsize, offset)
             self._whole = self._buffer.tensor((count,), self._planned.dtype)
 
     def upload(self, offset: int | None = None) -> None:

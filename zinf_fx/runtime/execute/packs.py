@@ -55,7 +55,7 @@ class ShardedPack(GatheredTile):
         self._ranks = pack.ranks
         self._starts = shard_starts(self._planned)
         self._slots: list[list[tuple[range, int]]] = []  # where what of each window belongs
-        self._lease(pack, self._count, offset)
+        self._allocate(pack, self._count, offset)
         for part in pack.parts:
             slots = part.slots(self._starts)
             if self._whole is None or part.bytes.in_host_memory:

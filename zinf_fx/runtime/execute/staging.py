@@ -55,7 +55,7 @@ class ShardedTile(GatheredTile):
         self._ranks = storage.share.ranks
         self._segments = storage.share.shards.within(self._planned.start, self._planned.numel)
         parts = [one.held_by(self._ranks.shard) for one in self._segments]
-        self._lease(storage, self._count, offset)
+        self._allocate(storage, self._count, offset)
         if self._whole is None or storage.bytes.in_host_memory:
             held, shard = parts[0].start, sum(map(len, parts))
             self._windows.append(storage.settled().device_window(held, shard, offset=offset).read_only())

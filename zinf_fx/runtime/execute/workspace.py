@@ -9,8 +9,8 @@ import torch
 
 from zinf_fx import ops
 from zinf_fx.quantisation import can_dequantise_parts, dequantise_part, dequantised
-from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.runtime.memory.arena import Arena
+from zinf_fx.runtime.memory.process import memory_limit
 
 # Bytes of values below which an ordinary allocation costs little.
 _LARGE = 1 << 20
@@ -31,7 +31,7 @@ def dequantize(packed: torch.Tensor, shape: Sequence[int], name: str, dtype: tor
     whole = torch.Size((packed.shape[0], *shape))
     if packed.device.type != "cpu" or whole.numel() * dtype.itemsize < _LARGE:
         return ops.dequantize(packed, shape, name, dtype)
-    return dequantised(packed, shape, name, dtype, out=_leased(whole.numel(), dtype).view(whole))
+    return dequantised(packed, shape, name, dtype, out=_allocated(whole.numel(), dtype).view(whole))
 
 
 def quantised_mm(
@@ -57,7 +57,7 @@ def quantised_mm(
         values = dequantize(packed, (columns,), name, dtype)
         return _product(left, values.t() if transposed else values, bias)
     product = left.new_empty(len(left), results)
-    room = _leased(at_a_time * summed, dtype)
+    room = _allocated(at_a_time * summed, dtype)
     for start in range(0, results, at_a_time):
         part = range(start, min(start + at_a_time, results))
         these = slice(part.start, part.stop)
@@ -79,13 +79,13 @@ def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None)
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
-def _leased(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _allocated(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for so many values."""
     global _arena
     if _arena is None:
         limit = memory_limit()
         _arena = Arena("values of quantised tiles", limit.nbytes, option=limit.source)
-    (values,) = _arena.lease(count * dtype.itemsize).owning_tensors([(0, torch.Size((count,)), dtype)])
+    (values,) = _arena.allocate(count * dtype.itemsize).owning_tensors([(0, torch.Size((count,)), dtype)])
     return values
 
 

@@ -29,11 +29,11 @@ def new_plain_gradient(parameter: StoredTensor, storage: TensorStorage, dtype: t
 
 
 def _side_by_side(tiers: Tiers, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-    """Tensors without values of these shapes and dtypes, in one lease of the host arena, which goes back when nobody
+    """Tensors without values of these shapes and dtypes, in one buffer of the host arena, which goes back when nobody
     has any of them."""
     sizes = [round_up(shape.numel() * dtype.itemsize, _ALIGNMENT) for shape, dtype in kinds]
     starts = [0, *accumulate(sizes)]
-    return tiers.lease(starts.pop()).owning_tensors(
+    return tiers.allocate(starts.pop()).owning_tensors(
         (start, shape, dtype) for start, (shape, dtype) in zip(starts, kinds, strict=True)
     )
 
@@ -46,7 +46,7 @@ def plain_copy(parameter: StoredTensor, storage: TensorStorage, gradient: torch.
 def leave_copies(leaving: Sequence[tuple[StoredTensor, TensorStorage, torch.Tensor]]) -> None:
     """Add gradients to the `grad` of their parameters, which is an ordinary tensor if it is one of ours.
 
-    Those of parameters that have none share one lease of the host's memory, which ends with the last of them.
+    Those of parameters that have none share one buffer of the host's memory, which ends with the last of them.
     `leaving`: different parameters, their storages, and the gradients. Raises: StoreError when the host arena has no
     room.
     """

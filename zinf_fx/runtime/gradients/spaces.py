@@ -12,7 +12,7 @@ from operator import itemgetter
 import torch
 
 from zinf_fx.plan.packs import starts_of
-from zinf_fx.runtime.memory.cut import Cut
+from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
@@ -110,7 +110,7 @@ class Beside:
         self.lent = _Lent(spaces) if lends else None
         self.nbytes = sum(gradient.nbytes for gradient in gradients)
         parts = [slice(start, start + one.numel()) for start, one in zip(starts, gradients, strict=False)]
-        self.cut = Cut(parts, [gradient.shape for gradient in gradients])
+        self.cut = CachedViews(parts, [gradient.shape for gradient in gradients])
 
 
 def new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]:

@@ -26,14 +26,14 @@ import torch
 
 from zinf_fx import cuda
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.runtime.memory.leases import Ticket
-from zinf_fx.runtime.memory.pinned import slabs
+from zinf_fx.runtime.memory.host import slabs
+from zinf_fx.runtime.memory.transfers import Ticket
 from zinf_fx.runtime.recorder import RECORDER
 
 # Bytes of values that may be on their way to host memory, whatever a plan has room for, before compute waits for the
 # oldest; of large ones, twice the largest: the link is busy with that for longer than it takes to compute what comes
 # next.
-MAX_BYTES_LEAVING = 256 << 20
+MAX_BYTES_OFFLOADING = 256 << 20
 
 
 class Copy(Ticket, Protocol):
@@ -149,8 +149,8 @@ class Cuda(Device):
         self.uploads = api.Stream(torch_device)
         self.downloads = api.Stream(torch_device)
         self._gathers = api.Stream(torch_device)
-        self._leaving: deque[_CudaDownload] = deque()
-        self._bytes_leaving = self._room = 0
+        self._offloads: deque[_CudaDownload] = deque()
+        self._bytes_offloading = self._room = 0
         self._lock = Lock()  # of the two: the CPU's update of parameters has a thread of its own
         self._runtime = api.cudart()
         self._owner: cuda.Stream | None = None  # of the memory of arenas
@@ -198,16 +198,16 @@ class Cuda(Device):
             return CPU.download(value, host, after)
         copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
         with self._lock:
-            while self._leaving and self._leaving[0].done():
-                self._bytes_leaving -= self._leaving.popleft().nbytes
-            self._leaving.append(copy)
-            self._bytes_leaving += copy.nbytes
-            while self._bytes_leaving > max(MAX_BYTES_LEAVING, self._room):
-                if self._bytes_leaving <= 2 * max(each.nbytes for each in self._leaving):
+            while self._offloads and self._offloads[0].done():
+                self._bytes_offloading -= self._offloads.popleft().nbytes
+            self._offloads.append(copy)
+            self._bytes_offloading += copy.nbytes
+            while self._bytes_offloading > max(MAX_BYTES_OFFLOADING, self._room):
+                if self._bytes_offloading <= 2 * max(offload.nbytes for offload in self._offloads):
                     break
-                first = self._leaving.popleft()
+                first = self._offloads.popleft()
                 first.join()
-                self._bytes_leaving -= first.nbytes
+                self._bytes_offloading -= first.nbytes
         return copy
 
     def leave_room(self, nbytes: int) -> None:

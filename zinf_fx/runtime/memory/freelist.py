@@ -93,7 +93,7 @@ class FreeList:
 class Space:
     """A free list that threads share, and that knows how much is taken.
 
-    [Note: giving back in the garbage collector]  What is leased from a space often goes back in a finalizer, and the
+    [Note: giving back in the garbage collector]  What is taken from a space often goes back in a finalizer, and the
     garbage collector may run one in the middle of any method here, in the thread that holds the lock. So `give` never
     waits for the lock: it leaves a note, which whoever gets the lock next acts on.
     """

@@ -18,9 +18,9 @@ from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
 from zinf_fx.runtime.finalizers import finalize
-from zinf_fx.runtime.memory.buffers import Arena
+from zinf_fx.runtime.memory.arena import Arena, Buffer
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.memory.leases import Buffer, Ticket, all_started, joined
+from zinf_fx.runtime.memory.transfers import Ticket, all_started, joined
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
@@ -122,7 +122,7 @@ class Allocation:
                 self.in_store = CopyOnWrite(tiers.store, count * dtype.itemsize)
             self._at_end(self, self.in_store.free)
         elif tier == "host":
-            self._leased = _Leased(tiers.lease(count * dtype.itemsize))
+            self._leased = _Leased(tiers.allocate(count * dtype.itemsize))
             self._in_host = self._leased.buffer.tensor((count,), dtype)
             self._at_end(self, self._leased.give_back)
         elif tier == "device":
@@ -310,7 +310,7 @@ class _Leased:
 
     def take_again(self, arena: Arena) -> bool:
         """Lease what was given back. Returns whether it was free."""
-        buffer = None if self._is_there else arena.lease_again(self.buffer)
+        buffer = None if self._is_there else arena.allocate_again(self.buffer)
         if buffer is not None:
             self.buffer, self._is_there = buffer, True
         return buffer is not None

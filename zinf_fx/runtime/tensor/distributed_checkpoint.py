@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.memory.mapped import mapped_empty
+from zinf_fx.runtime.memory.host import mapped_empty
 from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.sizes import PIECE, pieces_of

@@ -12,7 +12,7 @@ import torch
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.memory.cut import Cut
+from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.share import PackRefresh, Refresh
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_key
@@ -27,7 +27,7 @@ class PackPart(NamedTuple):
     bytes: StoredBytes
     start: int
     members: dict[int, range]
-    cut: Cut
+    cut: CachedViews
 
     def slots(self, starts: Sequence[int]) -> list[tuple[range, int]]:
         """Elements of this part, and where they belong in memory in which the members begin at `starts`: as few
@@ -140,7 +140,9 @@ def _parts(held: Sequence[StoredBytes], planned: Tile) -> Iterator[PackPart]:
         together = side_by_side([held[number] for number in run])
         begins = {number: held[number].first - together.first for number in run}
         members = {number: range(begin, begin + held[number].count) for number, begin in begins.items()}
-        cut = Cut([slice(own.start, own.stop) for own in members.values()], [planned.members[n].shape for n in run])
+        cut = CachedViews(
+            [slice(own.start, own.stop) for own in members.values()], [planned.members[n].shape for n in run]
+        )
         yield PackPart(together, start, members, cut)
         start += spaced(together.count, planned.dtype)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from zinf_fx.runtime.memory.buffers import octets
-from zinf_fx.runtime.memory.mapped import memory_of_file
+from zinf_fx.runtime.memory.host import memory_of_file, octets
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.sizes import pieces_of
 

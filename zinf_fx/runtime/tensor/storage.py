@@ -19,9 +19,9 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
-from zinf_fx.runtime.memory.buffers import aligned_empty
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.heap import pass_through
+from zinf_fx.runtime.memory.host import aligned_empty
+from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
@@ -183,7 +183,7 @@ class TensorStorage:
         [Note: plain gradients]
         Where one rank trains, and a parameter, its gradient and its states all live where graphs compute, nothing of it
         ever moves. So what backward leaves in its `grad` is an ordinary tensor, contiguous, in the parameter's shape.
-        Of the host tier, its memory is leased from the host arena until the last tensor over it is gone. Everywhere
+        Of the host tier, its memory is allocated from the host arena until the last tensor over it is gone. Everywhere
         else gradients are stored tensors, which a step in the background may be reading when the training goes on.
         """
         here = {"device", "host"} if self.device.in_host_memory else {"device"}
@@ -295,7 +295,7 @@ class TensorStorage:
                 window.close()
 
     def _moving(self) -> AbstractContextManager[None]:
-        """`Tiers.moving`, where windows of the bytes lease memory."""
+        """`Tiers.moving`, where windows of the bytes allocate memory."""
         tiers = self.usable_tiers()
         return tiers.moving() if self.tier == "nvme" else nullcontext()
 

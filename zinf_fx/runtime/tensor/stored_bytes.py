@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_fx.runtime.memory.arena import Buffer
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
-from zinf_fx.runtime.memory.mapped import mapped_empty
+from zinf_fx.runtime.memory.host import mapped_empty
+from zinf_fx.runtime.memory.transfers import Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -75,7 +76,7 @@ class StoredBytes:
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
     ) -> Window:
         """`count` of the elements, from `start` on (default all), in host memory; if they are moved there, to where
-        `offset` says (see `Tiers.lease`).
+        `offset` says (see `Tiers.allocate`).
 
         With `load`, reading them starts at once; without, their values are undefined until written. The store moves
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
@@ -87,7 +88,7 @@ class StoredBytes:
             begin = self._elements.start
             return Window(self, first, self._in_host[first - begin : end - begin], None, None)
         opened, closed = self._in_blocks(first, end)
-        buffer = self.tiers.lease((closed - opened) * self.dtype.itemsize, offset)
+        buffer = self.tiers.allocate((closed - opened) * self.dtype.itemsize, offset)
         return self._window_in(buffer, range(first, end), load)
 
     def _window_in(self, buffer: Buffer, elements: range, load: bool) -> Window:
@@ -127,7 +128,7 @@ class StoredBytes:
         if self.tier != "nvme" or elements in self._ahead or self.allocation.is_being_written(elements):
             return None
         opened, closed = self._in_blocks(elements.start, elements.stop)
-        buffer = self.tiers.lease_at_once((closed - opened) * self.dtype.itemsize, offset)
+        buffer = self.tiers.allocate_at_once((closed - opened) * self.dtype.itemsize, offset)
         if buffer is None:
             return None
         window = self._ahead[elements] = self._window_in(buffer, elements, load=True)

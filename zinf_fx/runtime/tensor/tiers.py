@@ -20,13 +20,10 @@ from zinf_fx.runtime.disk.filesystem import note_memory
 from zinf_fx.runtime.disk.generation import Generation
 from zinf_fx.runtime.disk.scratch import make_default
 from zinf_fx.runtime.disk.store import Store
-from zinf_fx.runtime.memory.buffers import Arena
-from zinf_fx.runtime.memory.counters import Counters
+from zinf_fx.runtime.memory.arena import Arena, Buffer, DeviceArena
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.heap import hold_little
-from zinf_fx.runtime.memory.leases import Buffer, Ticket
-from zinf_fx.runtime.memory.limit import memory_limit
+from zinf_fx.runtime.memory.process import hold_little, memory_limit
+from zinf_fx.runtime.memory.transfers import Counters, Ticket
 from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import blocks
 
@@ -84,7 +81,7 @@ class Tiers:
         self.chunk_count = CHUNKS
         """How many chunks that room is for."""
         self._chunks = range(0)  # of the region, what is for an optimizer's step
-        self._here = threading.local()  # what of it this thread's leases are to be made in, as `room`
+        self._here = threading.local()  # what of it this thread allocates in, as `room`
         self._store: Store | None = None
         self.generations: list[Generation] = []
         """What of the store checkpoints keep as it was."""
@@ -170,7 +167,7 @@ class Tiers:
     def _reserve_on(self, device: Device, nbytes: int) -> None:
         arena = self._on_devices.get(device)
         if nbytes > (0 if arena is None else arena.capacity):
-            # What is leased in the smaller one stays there, and keeps it; else its memory goes before more is taken.
+            # What is allocated in the smaller one stays there, and keeps it; else its memory goes before more is taken.
             del arena
             self._on_devices.pop(device, None)
             self._on_devices[device] = DeviceArena(device, nbytes, self.counters)
@@ -197,7 +194,7 @@ class Tiers:
             work.advance()
 
     def moving(self) -> AbstractContextManager[None]:
-        """A block in which eager code moves the elements of one tensor through memory that is leased for that. One
+        """A block in which eager code moves the elements of one tensor through memory that is allocated for that. One
         thread at a time is in such a block. The step in the background, which a block may wait for, waits for none. See
         [Note: threads]."""
         background = self.background
@@ -205,9 +202,9 @@ class Tiers:
 
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:
-        """Leases in the block are an optimizer's: in the room that its chunks have in the region.
+        """What is allocated in the block is an optimizer's: in the room that its chunks have in the region.
 
-        Or in part of it, once nothing is written from there any more: leases in the gaps between writes leave gaps.
+        Or in part of it, once nothing is written from there any more: buffers in the gaps between writes leave gaps.
         """
         room = self._chunks if part is None else self._planned(part)
         if part is not None:
@@ -242,7 +239,7 @@ class Tiers:
         """What of a part of the room for chunks is planned."""
         return range(part.start, min(part.stop, self._chunks.stop))
 
-    def lease(self, nbytes: int, offset: int | None = None) -> Buffer:
+    def allocate(self, nbytes: int, offset: int | None = None) -> Buffer:
         """A buffer of the host arena; where there is no room, waits for writes to the store and for background work,
         and gives up what is read ahead of that.
 
@@ -260,39 +257,39 @@ class Tiers:
                 # The room for chunks has the writes of an earlier chunk in it; for a tile's place nobody waits.
                 waits = offset is None
                 if room is not None:
-                    if (buffer := self._lease_in(room, nbytes, waits)) is not None:
+                    if (buffer := self._allocate_in(room, nbytes, waits)) is not None:
                         return buffer
                     self.counters.displaced += 1
                 try:
-                    return self.host.lease(nbytes)
+                    return self.host.allocate(nbytes)
                 except StoreError:
                     if not any(self._queues) and background is None and self.ahead is None:
                         raise
                 if (queue := next(filter(None, self._queues), None)) is not None:
                     queue.retire()
                     continue
-            # Not under the lock, which the background's own leases take.
+            # Not under the lock, which the background's own buffers take.
             if background is not None and background.finish():
                 continue
             if (ahead := self.ahead) is None or not ahead.close():
-                return self.host.lease(nbytes)
+                return self.host.allocate(nbytes)
 
-    def lease_at_once(self, nbytes: int, offset: int | None = None) -> Buffer | None:
-        """As `lease`, in the planned place, or without one in any, if that is free; else None."""
+    def allocate_at_once(self, nbytes: int, offset: int | None = None) -> Buffer | None:
+        """As `allocate`, in the planned place, or without one in any, if that is free; else None."""
         with self._lock:
             if offset is not None:
-                return self._lease_in(range(offset, offset + blocks(nbytes)), nbytes, waits=False)
+                return self._allocate_in(range(offset, offset + blocks(nbytes)), nbytes, waits=False)
             try:
-                return self.host.lease(nbytes)
+                return self.host.allocate(nbytes)
             except StoreError:
                 return None
 
-    def _lease_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
-        buffer = self.host.lease_in(room, nbytes)
+    def _allocate_in(self, room: range, nbytes: int, waits: bool) -> Buffer | None:
+        buffer = self.host.allocate_in(room, nbytes)
         for queue in self._queues:
             while buffer is None and queue and (waits or queue.first_is_done):
                 queue.retire()
-                buffer = self.host.lease_in(room, nbytes)
+                buffer = self.host.allocate_in(room, nbytes)
         if buffer is not None:
             self.counters.placed += 1
         return buffer

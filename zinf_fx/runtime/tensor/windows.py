@@ -14,9 +14,9 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import sealed
 from zinf_fx.plan.intervals import common, overlap
 from zinf_fx.runtime.lifecycle import Lifecycle
+from zinf_fx.runtime.memory.arena import Buffer, DeviceArena
 from zinf_fx.runtime.memory.device import Device, Upload
-from zinf_fx.runtime.memory.device_arena import DeviceArena
-from zinf_fx.runtime.memory.leases import Buffer, JoinedTicket, Ticket
+from zinf_fx.runtime.memory.transfers import JoinedTicket, Ticket
 from zinf_fx.runtime.tensor.allocation import Allocation, Follower, forget_what_is_done
 
 
@@ -334,7 +334,7 @@ class DeviceWindow(_Lifecycle):
             with torch.inference_mode(False):  # it may be written in another mode
                 return torch.empty(self._count, dtype=self._dtype, device=self._device.torch_device)
         assert self._read_only
-        self._buffer = self._arena.lease(offset, self._count * self._dtype.itemsize)
+        self._buffer = self._arena.allocate(offset, self._count * self._dtype.itemsize)
         return self._buffer.tensor((self._count,), self._dtype)
 
     def _start(self) -> None:

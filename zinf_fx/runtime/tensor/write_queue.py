@@ -10,8 +10,8 @@ from contextlib import suppress
 from itertools import islice
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.memory.counters import Counters
-from zinf_fx.runtime.memory.leases import Buffer, Leaving, Ticket
+from zinf_fx.runtime.memory.arena import Buffer, ReleaseQueue
+from zinf_fx.runtime.memory.transfers import Counters, Ticket
 from zinf_fx.runtime.recorder import RECORDER
 
 # Dirty bytes that may be on their way to the store before a writer waits for the oldest.
@@ -55,7 +55,7 @@ class DelayedWrite:
         self._ticket.wait()
 
 
-class WriteQueue(Leaving):
+class WriteQueue(ReleaseQueue):
     """Buffers that are written to the store.
 
     They come back in the order in which the writes were asked for, and not before there is need of their room: so how

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.memory.heap import pass_through
+from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.operations import OVERWRITES
 from zinf_fx.runtime.tensor.quantised import Quantised, quantised_bytes

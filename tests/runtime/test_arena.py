@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.memory.buffers import Arena, aligned_empty
+from zinf_fx.runtime.memory.arena import Arena
 from zinf_fx.runtime.memory.freelist import FreeList, Space
+from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.sizes import HUGE_PAGE, PAGE, round_up
 
 
@@ -38,15 +39,15 @@ def resident_bytes() -> int:
 )
 def test_a_lease_is_exact_and_aligned(asked: int, capacity: int, alignment: int):
     arena = Arena("host", 16 << 20)
-    arena.lease(PAGE)
-    buffer = arena.lease(asked)
+    arena.allocate(PAGE)
+    buffer = arena.allocate(asked)
     assert (buffer.nbytes, buffer.capacity, buffer.address % alignment) == (asked, capacity, 0)
     assert arena.in_use == arena.peak == PAGE + capacity
 
 
 def test_tensors_lie_in_the_memory():
     arena = Arena("host", 1 << 20)
-    buffer = arena.lease(5000)
+    buffer = arena.allocate(5000)
     a, b = buffer.tensor((10, 50), torch.float32), buffer.tensor((500,), torch.int32)
     assert a.data_ptr() == b.data_ptr() == buffer.address
     assert a.is_contiguous() and not a._is_view()
@@ -62,16 +63,16 @@ def test_tensors_lie_in_the_memory():
 
 def test_released_memory_is_reused():
     arena = Arena("host", 1 << 20)
-    buffers = [arena.lease(64 << 10) for _ in range(16)]
+    buffers = [arena.allocate(64 << 10) for _ in range(16)]
     addresses = [buffer.address for buffer in buffers]
     for buffer in buffers[3:6]:
         buffer.release()
-    assert arena.lease(3 * (64 << 10)).address == addresses[3]
+    assert arena.allocate(3 * (64 << 10)).address == addresses[3]
     assert arena.in_use == arena.peak == arena.capacity == 1 << 20
 
 
 def test_two_releases_are_one_too_many():
-    buffer = Arena("host", 1 << 20).lease(1)
+    buffer = Arena("host", 1 << 20).allocate(1)
     buffer.release()
     with pytest.raises(AssertionError, match="released twice"):
         buffer.release()
@@ -81,15 +82,15 @@ def test_two_releases_are_one_too_many():
 
 def test_exhaustion_says_what_to_do():
     arena = Arena("host", 1 << 20, option="host_memory")
-    arena.lease(1 << 19)
+    arena.allocate(1 << 19)
     with pytest.raises(StoreError, match=r"host: 585.9 KiB asked for, 512.0 KiB of 1.0 MiB .* raise host_memory"):
-        arena.lease(600_000)
+        arena.allocate(600_000)
 
 
 def test_only_touched_memory_is_resident_and_trim_gives_it_back():
     arena = Arena("host", 64 << 30)
     before = resident_bytes()
-    buffer, kept = arena.lease(64 << 20), arena.lease(4 << 20)
+    buffer, kept = arena.allocate(64 << 20), arena.allocate(4 << 20)
     buffer.tensor((64 << 20,), torch.uint8).fill_(7)
     kept.tensor((4 << 20,), torch.uint8).fill_(7)
     assert resident_bytes() - before > 60 << 20
@@ -102,7 +103,7 @@ def test_only_touched_memory_is_resident_and_trim_gives_it_back():
 
 def test_tensors_outlive_the_arena():
     arena = Arena("host", 4 << 20)
-    buffer = arena.lease(PAGE)
+    buffer = arena.allocate(PAGE)
     view = buffer.tensor((PAGE,), torch.uint8).fill_(3)
     buffer.release()
     del arena, buffer
@@ -110,7 +111,7 @@ def test_tensors_outlive_the_arena():
 
 
 def test_a_forked_child_does_not_have_the_memory():
-    buffer = Arena("host", 4 << 20).lease(PAGE)
+    buffer = Arena("host", 4 << 20).allocate(PAGE)
     view = buffer.tensor((PAGE,), torch.uint8).fill_(1)
     child = os.fork()
     if child == 0:
@@ -121,13 +122,13 @@ def test_a_forked_child_does_not_have_the_memory():
     assert view.eq(1).all()
 
 
-def test_threads_never_share_a_lease():
+def test_threads_never_share_a_buffer():
     arena = Arena("host", 8 << 20)
     wrong: list[int] = []
 
     def work(mark: int) -> None:
         for turn in range(300):
-            buffer = arena.lease(1 + (turn * 7919 + mark) % 200_000)
+            buffer = arena.allocate(1 + (turn * 7919 + mark) % 200_000)
             view = buffer.tensor((buffer.nbytes,), torch.uint8).fill_(mark)
             if not view.eq(mark).all():
                 wrong.append(mark)
@@ -183,7 +184,7 @@ def test_leases_released_by_the_garbage_collector():
     class Holder:
         def __init__(self) -> None:
             self.itself = self
-            weakref.finalize(self, arena.lease(PAGE).release)
+            weakref.finalize(self, arena.allocate(PAGE).release)
 
     threshold = gc.get_threshold()
     gc.set_threshold(1)

@@ -10,7 +10,7 @@ import torch
 from forked import Running
 
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.memory.mapped import mapped_empty
+from zinf_fx.runtime.memory.host import mapped_empty
 from zinf_fx.sizes import HUGE_PAGE, PAGE
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -21,8 +21,8 @@ AREA = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ ...p .*\n((?:[A-Z]\w+: .*\n)+)", re.M
 FRESH = """
 import os, sys
 import torch
-from zinf_fx.runtime.memory.heap import hold_little
-from zinf_fx.runtime.memory.mapped import mapped_empty
+from zinf_fx.runtime.memory.process import hold_little
+from zinf_fx.runtime.memory.host import mapped_empty
 nbytes = int(sys.argv[1])
 hold_little()
 def resident():
