@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -92,6 +93,7 @@ def bind(
             copies[node] = bound.call_method("pop", (arguments,))
             copies[node].name = node.name
         elif node.target in ops.KINDS:
+            assert event is not None
             tile = tiles[event.tile]
             alone = tile.ranks * tile.replicas == 1
             if here.searches_for_nan and event.kind == "reduce_scatter":
@@ -123,24 +125,24 @@ def bind(
             method = "wait_for_members" if method == "wait" and event.tile in packs else method
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values
-            values = fx.node.map_arg(values, copies.__getitem__)
-            options = {} if event.offset is None else {"offset": event.offset}
+            values = fx.map_arg(values, copies.__getitem__)
+            options: dict[str, Any] = {} if event.offset is None else {"offset": event.offset}
             copies[node] = bound.call_method(method, (run, event.tile, *values), options)
         elif node.target is ops.pack:
             continue  # which the run knows by its tile
         elif node.target is ops.member:
             copies[node] = bound.call_function(operator.getitem, (copies[node.args[0]], node.kwargs["number"]))
         elif node.target is ops.together:
-            copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
+            copies[node] = fx.map_arg(node.args[0], copies.__getitem__)
         elif node.target is ops.dequantize:
-            copies[node] = bound.call_function(dequantize, fx.node.map_arg(node.args, copies.__getitem__))
+            copies[node] = bound.call_function(dequantize, fx.map_arg(node.args, copies.__getitem__))
         elif node.name in regions:  # which gets the only reference to a value that nothing else needs
-            inputs = bound.call_function(_listed, fx.node.map_arg(node.args, copies.__getitem__))
+            inputs = bound.call_function(_listed, fx.map_arg(node.args, copies.__getitem__))
             copies[node] = bound.call_function(regions[node.name], (inputs,))
         elif node.op == "output":
             if copied:
                 bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))
-            results = fx.node.map_arg(node.args[0], copies.__getitem__)
+            results = fx.map_arg(node.args[0], copies.__getitem__)
             bound.output(tuple(kept.get(position, one) for position, one in enumerate(results)))
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
@@ -169,7 +171,7 @@ def _computed_nbytes(node: fx.Node) -> int:
 def _called_directly(operation: torch._ops.OpOverload) -> Callable[..., object]:
     """What does an operation without any Python in between. FX would write `torch.ops.aten.mm.default(...)`: to find
     that, and to get from `OpOverload.__call__` to PyTorch's own code, takes longer than small operations do."""
-    call = partial(operation._op)
+    call: Any = partial(operation._op)
     call.__name__, call.__module__ = operation.__name__, operation.namespace  # by which FX names it
     return call
 

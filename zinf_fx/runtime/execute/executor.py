@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,6 @@ from zinf_fx.runtime.execute.order import CollectiveOrder
 from zinf_fx.runtime.execute.staging import Staging
 from zinf_fx.runtime.finalizers import run_interrupted_finalizers
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
-from zinf_fx.runtime.gradients.reduction import Reduction
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.process import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
@@ -133,14 +133,14 @@ class Program(Stage):
         storages, tiers, same = self.inputs.find(arguments)
         followed: set[TensorStorage] = set()
         if GradientState.any_followed:
-            parameters = [storages[tile] for tile in self.inputs.parameters]
-            members = (member for storage in parameters for member in storage.members)
+            members = (member for tile in self.inputs.parameters for member in storages[tile].members)
             followed = {member for member in members if member.gradient.followed}
         if not same:
             EXECUTOR.staging.drop_staying()
         searches_for_nan = self.schedule.kind == "backward" and looks_for_nan()
         asked = bool(followed), searches_for_nan
-        if self._module is None or not same or (self._here.followed, self._here.searches_for_nan) != asked:
+        here = self._here
+        if self._module is None or here is None or not same or (here.followed, here.searches_for_nan) != asked:
             self._bind_to({tile: storages[tile] for tile in self.inputs.parameters}, *asked)
         EXECUTOR.begin(self, self.plan, storages)
         RECORDER.graph_begins(self.plan, self.schedule.kind)
@@ -157,6 +157,7 @@ class Program(Stage):
             if not self._order.is_common(storages, EXECUTOR.staging, run.gradients, self.successor is not None):
                 self._successor = None  # this run starts nothing for it
                 EXECUTOR.drop_anticipated()
+            assert self._module is not None
             results = self._module(run, arguments)
         except BaseException as error:
             run.abort(error)
@@ -175,7 +176,8 @@ class Program(Stage):
         with_plain_gradients = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
         plain = frozenset(tile for tile in with_plain_gradients if self.schedule.tiles[tile].rows is None)
         left_alone = plain.intersection(self._left_alone)
-        kept = frozenset(tile for tile in left_alone if parameters[tile].placement.gradients == "device")
+        alone = ((tile, parameters[tile]) for tile in left_alone)
+        kept = frozenset(t for t, s in alone if isinstance(s, TensorStorage) and s.placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed, searches_for_nan)
         if self._here not in self._bound:
             self._bound[self._here] = bind(*self._graph, self._here, self._packed, self._left_alone, self._regions)
@@ -193,7 +195,7 @@ class Program(Stage):
     @property
     def is_followed(self) -> bool:
         """Whether somebody is to know when a run has used a parameter."""
-        return self._here.followed
+        return self._here is not None and self._here.followed
 
     def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
         found = ((self.inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
@@ -272,7 +274,7 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: Sequence[Stored | None], tiers: list[Tiers]) -> None:
+    def __init__(self, program: Program, storages: Sequence[Stored], tiers: list[Tiers]) -> None:
         """`storages`: of each tile, in `tiers`; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
@@ -284,10 +286,10 @@ class Run:
         if program.slots:
             self._tiers = self._tiers or [Tiers.of(program.plan.config)]
             program.slots.reserve(self._owner, self._tiers[0])
-        for tiers in self._tiers:
-            tiers.check_process()
+        for used in self._tiers:
+            used.check_process()
         # Work in the background begins in a step, or in a backward pass whose parameters are followed.
-        goes_on = program.is_followed or any(tiers.has_work for tiers in self._tiers)
+        goes_on = program.is_followed or any(used.has_work for used in self._tiers)
         self._working = self._tiers if goes_on else ()
         self._counts_results = holds_little()
         self._flying: dict[int, FlyingTile] = {}
@@ -340,12 +342,16 @@ class Run:
     def wait(self, tile: int) -> torch.Tensor:
         """The full tile."""
         with RECORDER.about(self._tiles[tile].label):
-            return self._flying[tile].wait().view(self._tiles[tile].shape)
+            value = self._flying[tile].wait()
+            assert isinstance(value, torch.Tensor)
+            return value.view(self._tiles[tile].shape)
 
     def wait_for_members(self, tile: int) -> list[torch.Tensor]:
         """The parameters of a pack."""
         with RECORDER.about(self._tiles[tile].label):
-            return self._flying[tile].wait()
+            values = self._flying[tile].wait()
+            assert isinstance(values, list)
+            return values
 
     @property
     def values(self) -> Mapping[int, Values] | SettledValues:
@@ -368,12 +374,14 @@ class Run:
         if self.gradients is not None:
             self.gradients.passed(tile)
 
-    def reduce_scatter(self, tile: int, gradient: torch.Tensor) -> torch.Tensor | Reduction:
-        """Start to average a gradient over the ranks. One rank's is the average."""
+    def reduce_scatter(self, tile: int, gradient: torch.Tensor | list[torch.Tensor]) -> object:
+        """Start to average a gradient over the ranks. One rank's is the average. Returns what `offload` takes."""
+        assert self.gradients is not None
         return self.gradients.reduce_scatter(tile, gradient)
 
-    def offload(self, tile: int, shard: torch.Tensor | Reduction, offset: int | None = None) -> None:
+    def offload(self, tile: int, shard: Any, offset: int | None = None) -> None:
         """Move a gradient to its tier and add it to the parameter's `.grad`, as autograd would."""
+        assert self.gradients is not None
         self.gradients.offload(tile, shard, offset)
 
     def offload_activation(
@@ -392,7 +400,9 @@ class Run:
 
     def write(self, tile: int, value: torch.Tensor, offset: int | None = None) -> None:
         """Move what the graph wrote to a parameter to its tier, through `offset`."""
-        self._set(self._storages[tile], tile, value, offset)
+        storage = self._storages[tile]
+        assert isinstance(storage, TensorStorage)
+        self._set(storage, tile, value, offset)
 
     def _set(self, storage: TensorStorage, tile: int, value: torch.Tensor, offset: int | None) -> None:
         planned = self._tiles[tile]

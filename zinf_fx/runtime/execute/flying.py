@@ -6,7 +6,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -36,7 +36,10 @@ class TileState(Enum):
 FETCHED, GATHERED, FREED, FORSAKEN = TileState
 
 
-class FlyingTile(Lifecycle, ABC):
+S = TypeVar("S", bound=Stored)
+
+
+class FlyingTile(Lifecycle, ABC, Generic[S]):
     """A tile, in flight once it is made. It doesn't keep the storage alive: compiled code, for which tiles are fetched
     in advance, may outlive its model.
 
@@ -53,9 +56,7 @@ class FlyingTile(Lifecycle, ABC):
         FORSAKEN: (),
     }
 
-    version: int | None
-
-    def __init__(self, storage: Stored, planned: Tile, offset: int | None = None) -> None:
+    def __init__(self, storage: S, planned: Tile, offset: int | None = None) -> None:
         """Start to read it to `offset` in the region of the host arena that is planned."""
         self.state = FETCHED
         self.key = tile_key(storage, planned)
@@ -68,8 +69,12 @@ class FlyingTile(Lifecycle, ABC):
             self.close()
             raise
 
+    @property
     @abstractmethod
-    def _fetch(self, storage: Stored, offset: int | None) -> None:
+    def version(self) -> int | None: ...
+
+    @abstractmethod
+    def _fetch(self, storage: S, offset: int | None) -> None:
         """Start to read it."""
 
     @abstractmethod
@@ -80,7 +85,7 @@ class FlyingTile(Lifecycle, ABC):
         """Start to gather what the other ranks have of it. `name`: for errors."""
 
     @abstractmethod
-    def follow(self, storage: Stored) -> None:
+    def follow(self, storage: S) -> None:
         """From now on, take over what is written to the storage."""
 
     def wait(self) -> Values:
@@ -102,14 +107,14 @@ class FlyingTile(Lifecycle, ABC):
             window.close()
 
 
-class GatheredTile(FlyingTile):
+class GatheredTile(FlyingTile[S]):
     """A tile of which this rank has a shard: fetched, uploaded, then all-gathered.
 
     Where the device computes in host memory, what comes from NVMe is read to its place in the whole.
     """
 
-    def __init__(self, storage: Stored, planned: Tile, offset: int | None = None) -> None:
-        self.version = storage.version
+    def __init__(self, storage: S, planned: Tile, offset: int | None = None) -> None:
+        self._version = storage.version
         self._device = storage.device
         self._whole: torch.Tensor | None = None  # memory for all shards; on a device, from GATHERED on
         self._buffer: Buffer | None = None  # of the host arena, that it is in
@@ -118,7 +123,17 @@ class GatheredTile(FlyingTile):
         self._found: Values | None = None  # in the whole, once it was asked for
         super().__init__(storage, planned, offset)
 
-    def _allocate(self, storage: Stored, count: int, offset: int | None) -> None:
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        """That for all shards, once it is there."""
+        assert self._whole is not None
+        return self._whole
+
+    def _allocate(self, storage: S, count: int, offset: int | None) -> None:
         """Have memory for so many elements, if that is of the host arena."""
         if self._device.in_host_memory:
             self._buffer = storage.tiers.allocate(count * self._planned.dtype.itemsize, offset)
@@ -129,7 +144,7 @@ class GatheredTile(FlyingTile):
         for window in self._windows:
             window.upload(None)
 
-    def follow(self, storage: Stored) -> None:
+    def follow(self, storage: S) -> None:
         """A tile that stays is of no use once it is written: other ranks write the other shards."""
 
     def allgather(self, name: str) -> None:

@@ -99,9 +99,10 @@ class CompiledRegion:
 
     def _first(self, inputs: list) -> Results:
         """The first run, after which its results are looked at."""
-        given = list(inputs)
+        given, compiled = list(inputs), self._compiled
+        assert compiled is not None
         try:
-            results = self._compiled(inputs)
+            results = compiled(inputs)
         except Exception as error:
             results = self._eagerly(given)  # which raises what the inputs are to blame for
             self._run_eagerly(f"its compiled code raised {_brief(error)}")
@@ -111,7 +112,7 @@ class CompiledRegion:
             return self._eagerly(given)
         numbered = enumerate(zip(results, self._expected, strict=True))
         shapes = {n: one.shape for n, (result, one) in numbered if _is_known(one) and result.shape != one.shape}
-        self._run = _in_shapes(self._compiled, shapes) if shapes else self._compiled
+        self._run = _in_shapes(compiled, shapes) if shapes else compiled
         return _viewed(results, shapes)
 
     def _what_is_wrong(self, results: Results, inputs: Sequence[object]) -> str | None:
@@ -169,12 +170,15 @@ def _compiled(module: fx.GraphModule) -> Boxed:
             inputs = [_another(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
             traced = make_fx(compute, select_decomp_table())(*inputs)
         results = traced.graph.output_node()
-        results.meta["user_visible_output_idxs"] = list(range(len(results.args[0])))  # they keep their strides
+        returned: Any = results.args[0]
+        results.meta["user_visible_output_idxs"] = list(range(len(returned)))  # they keep their strides
         return compile_fx_inner(traced, inputs)
 
 
 def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
-    return detect_fake_mode([node.meta["val"] for node in module.graph.nodes])
+    mode = detect_fake_mode([node.meta["val"] for node in module.graph.nodes])
+    assert mode is not None
+    return mode
 
 
 def _has_open_sizes(module: fx.GraphModule) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,16 +30,16 @@ class Found(NamedTuple):
     same: bool
 
 
-class Storages(Sequence["Stored | None"]):
-    """Those of a graph's tiles; None for one that has none, or whose model is gone. They are looked up one by one:
-    nothing is done here for tiles that nobody asks for."""
+class Storages(Sequence["Stored"]):
+    """Those of a graph's tiles. They are looked up one by one: nothing is done here for tiles that nobody asks for, as
+    those that have none, or whose model is gone: it is None, which types don't say."""
 
     def __init__(self, parameters: Sequence[Callable[[], Stored | None]], activations: Mapping[int, Stored]) -> None:
         """`parameters`: by tile, where its storage is found. `activations`: the storages of those."""
         self._parameters, self._activations = parameters, activations
 
-    def __getitem__(self, tile: int) -> Stored | None:
-        return self._parameters[tile]() or self._activations.get(tile)
+    def __getitem__(self, tile: int) -> Stored:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
+        return self._parameters[tile]() or self._activations.get(tile)  # pyright: ignore[reportReturnType]
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -80,7 +80,7 @@ class Inputs:
 
         self._forget = forget
 
-    def find(self, arguments: Sequence[object]) -> Found:
+    def find(self, arguments: Sequence[Any]) -> Found:
         """The storages that the tokens of a call stand for."""
         tokens = [arguments[position] for position in self._positions]
         same = self._tokens is not None and all(map(is_, tokens, self._tokens))
@@ -91,7 +91,7 @@ class Inputs:
             self._tokens, self._last = tokens, [references.get(tile, _nothing) for tile in range(len(self._last))]
             self._tiers = list(map(weakref.ref, dict.fromkeys(storage.tiers for storage in parameters)))
         activations = {tile: TensorStorage.of_token(arguments[p]) for tile, p in self._activations.items()}
-        tiers = dict.fromkeys(reference() for reference in self._tiers)
+        tiers = dict.fromkeys(alive for reference in self._tiers if (alive := reference()) is not None)
         tiers |= dict.fromkeys(storage.tiers for storage in activations.values())
         return Found(Storages(self._last, activations), list(tiers), same)
 
@@ -99,7 +99,7 @@ class Inputs:
         """The storage of a parameter of the last call, if there was one, and it is alive."""
         return self._last[tile]()
 
-    def _resolved(self, arguments: Sequence[object]) -> list[Stored]:
+    def _resolved(self, arguments: Sequence[Any]) -> list[Stored]:
         found: dict[int, Stored] = {
             tile: TensorStorage.of_token(arguments[position]) for tile, position in self._alone.items()
         }
@@ -112,7 +112,7 @@ class Inputs:
 class SettledValues:
     """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
 
-    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored | None]) -> None:
+    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored]) -> None:
         """Both by tile."""
         self._values, self._storages = values, storages
 

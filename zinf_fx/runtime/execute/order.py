@@ -68,7 +68,7 @@ class CollectiveOrder:
 
     def is_common(
         self,
-        storages: Sequence[Stored | None],
+        storages: Sequence[Stored],
         staging: Staging,
         gradients: LeavingGradients | None,
         has_successor: bool,
@@ -86,7 +86,7 @@ class CollectiveOrder:
         stale = {tile: of_members for tile, of_members in stale.items() if any(of_members)}
         if not many or not (self._compares or stale):
             return True
-        reduced = {tile: gradients.reduced_now(tile) for tile in self._reduced}
+        reduced = {} if gradients is None else {tile: gradients.reduced_now(tile) for tile in self._reduced}
         takes_over = is_first and any(not member.share.agreed for _, member in self._replicas(storages))
         # Of those here, nothing is started again.
         here = [staging.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
@@ -114,12 +114,12 @@ class CollectiveOrder:
         besides that are never stale."""
         return {tile: _number(_names(self._schedule.tiles[tile])) for tile in self._refreshed}
 
-    def _replicas(self, storages: Sequence[Stored | None]) -> Iterator[tuple[str, TensorStorage]]:
+    def _replicas(self, storages: Sequence[Stored]) -> Iterator[tuple[str, TensorStorage]]:
         """The parameters that several ranks have the same elements of, with their names."""
         for tile in self._replicated:
             yield from zip(_names(self._schedule.tiles[tile]), storages[tile].members, strict=True)
 
-    def _take_over(self, ranks: Ranks, storages: Sequence[Stored | None]) -> None:
+    def _take_over(self, ranks: Ranks, storages: Sequence[Stored]) -> None:
         """Of the replicas that all ranks use in this graph, those that eager code wrote to, on any of them, become the
         first rank's."""
         replicas = {name: member for name, member in self._replicas(storages) if member.ranks is ranks}

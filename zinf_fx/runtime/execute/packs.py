@@ -8,10 +8,11 @@ from zinf_fx.runtime.execute.flying import FlyingTile, GatheredTile
 from zinf_fx.runtime.tensor.pack import Pack, shard_starts
 
 
-class PackedTile(FlyingTile):
+class PackedTile(FlyingTile[Pack]):
     """A pack that this rank has all of: all that lives side by side comes in one transfer."""
 
-    def _fetch(self, pack: Pack, offset: int | None) -> None:
+    def _fetch(self, storage: Pack, offset: int | None) -> None:
+        pack = storage
         self._refreshes = pack.begin_refresh(self._planned.label)
         # Where the parts begin, in bytes, and the elements of the members in them; a part itself keeps bytes alive.
         self._starts = [part.start * self._planned.dtype.itemsize for part in pack.parts]
@@ -26,32 +27,33 @@ class PackedTile(FlyingTile):
 
     @property
     def version(self) -> int | None:
-        versions = [window.version for window in self._windows]
-        return None if None in versions else sum(versions)
+        versions = [version for window in self._windows if (version := window.version) is not None]
+        return sum(versions) if len(versions) == len(self._windows) else None
 
     def upload(self, offset: int | None = None) -> None:
         for window, start in zip(self._windows, self._starts, strict=True):
             window.upload(None if offset is None else offset + start)
 
-    def follow(self, pack: Pack) -> None:
-        for part, window in zip(pack.parts, self._windows, strict=True):
+    def follow(self, storage: Pack) -> None:
+        for part, window in zip(storage.parts, self._windows, strict=True):
             window.follow(part.bytes)
 
     def _values(self) -> list[torch.Tensor]:
         for refresh in self._refreshes:
             refresh.wait()
-        found: list[torch.Tensor | None] = [None] * len(self._planned.members)
+        found: dict[int, torch.Tensor] = {}
         for window, (members, cut) in zip(self._windows, self._members, strict=True):
             for number, value in zip(members, cut.of(window.wait(), self._arena), strict=True):
                 found[number] = value
-        return found
+        return [found[number] for number in range(len(self._planned.members))]
 
 
-class ShardedPack(GatheredTile):
+class ShardedPack(GatheredTile[Pack]):
     """A pack of which this rank has a shard: see [Note: packs over ranks]. Behind the shards of all ranks, the memory
     has room for what is copied."""
 
-    def _fetch(self, pack: Pack, offset: int | None) -> None:
+    def _fetch(self, storage: Pack, offset: int | None) -> None:
+        pack = storage
         self._ranks = pack.ranks
         self._starts = shard_starts(self._planned)
         self._slots: list[list[tuple[range, int]]] = []  # where what of each window belongs
@@ -74,7 +76,7 @@ class ShardedPack(GatheredTile):
     def _shards(self) -> torch.Tensor:
         """Those of all ranks, one in each row."""
         ranks, shard = self._ranks.shards, self._planned.shard
-        return self._whole[: ranks * shard].view(ranks, shard)
+        return self._memory[: ranks * shard].view(ranks, shard)
 
     @property
     def _shard(self) -> torch.Tensor:
@@ -95,7 +97,7 @@ class ShardedPack(GatheredTile):
             elements = shards[:, start : start + member.shard]
             if member.numel > member.shard:
                 begin, end = end, end + elements.numel()
-                elements = self._whole[begin:end].view(elements.shape).copy_(elements).view(-1)
+                elements = self._memory[begin:end].view(elements.shape).copy_(elements).view(-1)
             else:
                 elements = elements[0]
             found.append(elements[: member.numel].view(member.shape))

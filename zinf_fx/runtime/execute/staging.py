@@ -21,7 +21,7 @@ from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 
-class StagedTile(FlyingTile):
+class StagedTile(FlyingTile[TensorStorage]):
     """A tile that this rank has all of."""
 
     def _fetch(self, storage: TensorStorage, offset: int | None) -> None:
@@ -48,7 +48,7 @@ class StagedTile(FlyingTile):
         return self._window.wait()
 
 
-class ShardedTile(GatheredTile):
+class ShardedTile(GatheredTile[TensorStorage]):
     """A parameter, or some rows of one, of which this rank has a shard."""
 
     def _fetch(self, storage: TensorStorage, offset: int | None) -> None:
@@ -72,7 +72,7 @@ class ShardedTile(GatheredTile):
         """The place of this rank's part of a segment in the whole."""
         rank = self._ranks.shard
         first = segment.start - self._segments[0].start + (rank * segment.shard if segment.owner is None else 0)
-        return self._whole[first : first + len(segment.held_by(rank))]
+        return self._memory[first : first + len(segment.held_by(rank))]
 
     def _gather(self, shards: list[torch.Tensor], name: str) -> None:
         rank = self._ranks.shard
@@ -80,12 +80,12 @@ class ShardedTile(GatheredTile):
             first, held = one.start - self._segments[0].start, one.held_by(rank)
             begin = held.start - self._segments[0].held_by(rank).start
             mine = shards[0][begin : begin + len(held)] if shards else self._slot(one)
-            full = self._whole[first : first + one.padded]
+            full = self._memory[first : first + one.padded]
             # At once: the next one may fail, and this one writes.
             self._collectives.append(self._ranks.all_gather(full, mine, name, one.owner))
 
     def _separated(self) -> torch.Tensor:
-        return self._whole[: self._planned.numel]
+        return self._memory[: self._planned.numel]
 
 
 def _kind_of(storage: Stored) -> type[FlyingTile]:

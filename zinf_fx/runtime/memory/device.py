@@ -120,6 +120,7 @@ class _Copied:
 
     def start(self, host: torch.Tensor) -> None:
         with RECORDER.work("upload", host.nbytes, host.device):
+            assert self.value is not None
             self.value.copy_(host)
 
     def done(self) -> bool:
@@ -233,7 +234,7 @@ class _CudaCopy:
         self._device = device
         self._owner = device.compute()
         self._queued = self._owner.record_event()
-        self._copied: cuda.Event | None = None
+        self._copied: torch.Event | cuda.Event | None = None
         self._joined = False  # by the owner
 
     def _start(
@@ -251,10 +252,12 @@ class _CudaCopy:
         return self._copied is not None and self._copied.query()
 
     def wait(self) -> None:
+        assert self._copied is not None
         self._copied.synchronize()
 
     def join(self) -> None:
         if not self._joined:
+            assert self._copied is not None
             self._owner.wait_event(self._copied)
             self._joined = True
 
@@ -266,6 +269,7 @@ class _CudaUpload(_CudaCopy):
         self._users = {self._owner.cuda_stream: self._owner}
 
     def start(self, host: torch.Tensor) -> None:
+        assert self.value is not None
         self._start("upload", self._device.uploads, self.value, host, host)
 
     def join(self) -> None:
@@ -273,6 +277,7 @@ class _CudaUpload(_CudaCopy):
         if stream.cuda_stream == self._owner.cuda_stream:
             super().join()
         elif stream.cuda_stream not in self._users:
+            assert self._copied is not None and self.value is not None
             stream.wait_event(self._copied)
             if self.value.untyped_storage().resizable():  # else a part of an arena: the allocator knows only the whole
                 self._device.used_by(stream, self.value)  # free for others only after what is queued there, too
