@@ -171,6 +171,7 @@ class Buffer:
     def owning_tensors(self, parts: Iterable[tuple[int, torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         """Tensors over the memory, each from so many bytes on, in this shape and of this dtype. The memory goes back
         when no tensor is over any of it any more, and nobody else is to release it."""
+        assert self._arena.whole is not None
         memory = self._arena.whole[:]  # that the tensors hold, and who shares their storages
         made = [self._arena._tensor(memory, self._offset + start, shape, dtype) for start, shape, dtype in parts]
         finalize(memory, self.release)
@@ -373,7 +374,9 @@ class DeviceArena(Allocator):
             return Buffer(self, self._memory, start, self._memory.data_ptr() + start, nbytes, size)
         self._counters.displaced += 1
         memory = _allocate(size, self._device.torch_device)
-        return Buffer(self, memory, self._elsewhere.take(size, PAGE), memory.data_ptr(), nbytes, size)
+        behind = self._elsewhere.take(size, PAGE)
+        assert behind is not None  # it has no end
+        return Buffer(self, memory, behind, memory.data_ptr(), nbytes, size)
 
     @property
     def in_use(self) -> int:
@@ -395,7 +398,8 @@ class DeviceArena(Allocator):
         start = offset if memory is self._memory else 0
         storage = memory.untyped_storage()[start : start + math.prod(shape) * dtype.itemsize]
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, shape)
+            flat = torch.empty(0, dtype=dtype, device=memory.device)
+            return flat.set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]  (the strides may be left out)
 
     def _give_back(self, offset: int, size: int) -> None:
         (self._space if offset < self.capacity else self._elsewhere).give(offset, size)

@@ -152,6 +152,6 @@ class HostMapping(mmap.mmap):
         return address // SLAB * SLAB in self._known
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # which is no name of the module's at exit
-        if getpid() == self._pid:  # a process made by fork can't talk to the device
+        if self._registry is not None and getpid() == self._pid:  # a process made by fork can't talk to the device
             for slab in self._known:
                 self._registry.unregister(slab)

@@ -16,6 +16,7 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Whether it is over."""
+        ...
 
     def wait(self) -> None:
         """Returns when it is over."""
