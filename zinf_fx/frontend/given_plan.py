@@ -63,7 +63,7 @@ def options_with(plans: Sequence[Plan], options: Mapping[str, object]) -> dict[s
 def check_offloaded(plans: Sequence[Plan], stored: Mapping[str, StoredTensor]) -> None:
     """Check the options that stored parameters, by name, have since their offload. Raises: PlanError naming the first
     that differs from the plan's."""
-    if not plans:
+    if not plans or not stored:
         return
     config = plans[0].config
     assert config.placement != "auto"

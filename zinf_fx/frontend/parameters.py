@@ -219,10 +219,12 @@ def check_not_contradicted(
 
 
 def _is_placed_otherwise(requested: Config, name: str, stored: StoredTensor) -> bool:
-    own, asked = stored.base.config.own_placement, requested.placement
+    own, asked = stored.base.config, requested.placement
     if not isinstance(stored, (torch.nn.Parameter, LocalParameter)):  # such as a gradient, which is like its parameter
         return False
-    return not asked.may_have_chosen(name, stored, own) if isinstance(asked, PlacementRules) else asked != own
+    if isinstance(asked, PlacementRules):
+        return not asked.may_have_chosen(name, stored, own.own_placement)
+    return asked != own.placement
 
 
 def placement_of_all(
@@ -231,8 +233,9 @@ def placement_of_all(
     """What places all stored tensors, by name, as they are placed, or as `asked` says; None: there are none."""
     if not stored:
         return asked
-    own = {name: tensor.base.config.own_placement for name, tensor in stored.items()}
-    return in_common(own if asked is None else {name: asked.of(name, tensor) for name, tensor in stored.items()})
+    if asked is not None:
+        return in_common({name: asked.of(name, tensor) for name, tensor in stored.items()})
+    return in_common({name: tensor.base.config.own_placement for name, tensor in stored.items()})
 
 
 # In which format.

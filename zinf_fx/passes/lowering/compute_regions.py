@@ -103,10 +103,11 @@ def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Plac
         if event.kind in ("offload_activation", "write"):
             return "apart"
         live_range = live_ranges[node]
-        assert live_range is not None
+        is_kept = live_range is not None and live_range.kept
+        was_kept = live_range is not None and live_range.found == "kept"
         if event.kind == "release":
-            return "behind" if live_range.kept or not tile.needs_buffer else "apart"
-        there = not tile.needs_buffer or (event.kind == "wait" and live_range.found == "kept")
+            return "behind" if is_kept or not tile.needs_buffer else "apart"
+        there = not tile.needs_buffer or (event.kind == "wait" and was_kept)
         return "before" if there else "apart"
 
     def place(node: fx.Node) -> _Place:
