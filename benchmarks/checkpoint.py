@@ -4,16 +4,16 @@
     python benchmarks/checkpoint.py --layers 4 --hidden 256 --heads 4  # seconds
 
 Each way is a process of its own, and a round has one of each, in turns: nothing saved; a `CheckpointManager` that keeps
-the last one, by generations; one that copies behind training, as to another file system (`--other DIR`: to that one);
+the last one, by generations; one that copies in the background, as to another file system (`--other DIR`: to that one);
 `zinf_fx.save_checkpoint` by copying there; and `torch.save` of the state dicts, which is synced, too. A process has
 blocks of steps alone and of steps that are each followed by a save, in turns. Each of the latter is compared with the
 mean of those before and behind it, so that it makes no difference if the machine becomes slower, and the median is
-printed; where nothing is saved, that is how much blocks differ by themselves. Behind training goes one copy, and the
-steps are those meanwhile. Then there are saves while nothing else runs: what the one before replaced was given back to
-the disk. One that copies reads what it writes: its rate counts both, as the engine's does, which copies a file in the
-same directory to a new one that replaces another. That is measured before and after each of these saves, and their
-median in proportion to it is printed.
-What a process's memory grows by, from its first steps on, is compared with that of one that saves nothing.
+printed; where nothing is saved, that is how much blocks differ by themselves. One copy goes on in the background, and
+the steps are those meanwhile. Then there are saves while nothing else runs: what the one before replaced was given back
+to the disk. One that copies reads what it writes: its rate counts both, as the engine's does, which copies a file in
+the same directory to a new one that replaces another. That is measured before and after each of these saves, and their
+median in proportion to it is printed. What a process's memory grows by, from its first steps on, is compared with that
+of one that saves nothing.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def measure(request: dict) -> dict:
         optimizer.zero_grad()
 
     # Of one checkpoint after the other, the last is kept; saves wait for the steps that go on in the background.
-    numbers = count(request["steps"])  # of the steps that are copied behind training: each copy is a new checkpoint
+    numbers = count(request["steps"])  # of the steps that are copied in the background: each copy is a new checkpoint
     last = request["steps"] + request["blocks"]
     manager = zinf_fx.CheckpointManager(target, model, optimizer, every_steps=1, keep=1)
     if way in COPYING:

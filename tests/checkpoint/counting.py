@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.entries import parts_of
+from zinf_fx.checkpoint.entries import state_entries
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.save import save
 
@@ -35,7 +35,7 @@ class Counting:
         self.steps += 1
 
     def save(self, directory: Path, files: Files = FILES) -> None:
-        save(directory, parts_of(self.model, self.optimizer, {"steps": self.steps}), files)
+        save(directory, state_entries(self.model, self.optimizer, {"steps": self.steps}), files)
 
     def load(self, directory: Path) -> int:
         self.steps = zinf_fx.load_checkpoint(directory, self.model, self.optimizer)["steps"]

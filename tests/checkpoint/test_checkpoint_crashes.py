@@ -14,7 +14,7 @@ from breaking_files import Failing, Killed, LosingPower, put
 from torch import nn
 
 import zinf_fx
-from zinf_fx.checkpoint.entries import parts_of
+from zinf_fx.checkpoint.entries import state_entries
 from zinf_fx.checkpoint.files import FILES, Files
 from zinf_fx.checkpoint.save import save
 from zinf_fx.errors import CheckpointError, StoreError
@@ -30,7 +30,7 @@ def net(value: float) -> nn.Module:
 
 def save_net(directory: Path, value: float, files: Files = FILES) -> None:
     model = net(value)
-    save(directory, parts_of(model, torch.optim.SGD(model.parameters(), lr=value), {"value": value}), files)
+    save(directory, state_entries(model, torch.optim.SGD(model.parameters(), lr=value), {"value": value}), files)
 
 
 def value_in(directory: Path) -> float:
@@ -163,7 +163,7 @@ def test_what_fails_leaves_training_and_the_checkpoint_as_they_were(
     expected = model.weight.full_tensor()
     failing = Failing(number, error, names)
     with pytest.raises((CheckpointError, StoreError), match=says):
-        save(directory, parts_of(model, optimizer, {}), failing)
+        save(directory, state_entries(model, optimizer, {}), failing)
     assert failing.failed
     after = {path.name: path.read_bytes() for path in directory.iterdir()}
     assert after == before
@@ -191,7 +191,7 @@ def test_where_the_commit_itself_fails_neither_checkpoint_is_removed(tmp_path: P
 def test_an_interrupt_leaves_nothing_open(tmp_path: Path):
     model = zinf_fx.offload(nn.Linear(64, 64), store=tmp_path, placement="nvme", checksum=False)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path / "saved", parts_of(model, None, {}), Failing(2, KeyboardInterrupt(), ("start_write",)))
+        save(tmp_path / "saved", state_entries(model, None, {}), Failing(2, KeyboardInterrupt(), ("start_write",)))
     assert model.weight.storage.tiers.host.in_use == 0
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["lock"]
 

@@ -16,7 +16,7 @@ from zinf_fx.checkpoint import files
 from zinf_fx.checkpoint import save as save_module
 from zinf_fx.checkpoint.catalog import look_at
 from zinf_fx.checkpoint.copying import IN_FLIGHT, PieceMemory
-from zinf_fx.checkpoint.entries import parts_of
+from zinf_fx.checkpoint.entries import state_entries
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.load import damages_of, load
 from zinf_fx.checkpoint.save import laid_out
@@ -45,12 +45,12 @@ def test_some_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
 
     (root := tmp_path / "disk").mkdir()
     first, disk = net(1), Counted(root)
-    save_module.save(root / "saved", parts_of(first, None, {}), disk)
+    save_module.save(root / "saved", state_entries(first, None, {}), disk)
     assert len(list((root / "saved").glob("data-*"))) == 12 and max(seen) == 3
     for image in disk.after():
         second = net(2)
         directory = put(image, tmp_path / "image") / "saved"
-        load(directory, parts_of(second, None, {}), ["optimizer"], lambda nbytes: seen.append(data_files_open()))
+        load(directory, state_entries(second, None, {}), ["optimizer"], lambda nbytes: seen.append(data_files_open()))
         assert all(map(torch.equal, second.parameters(), first.parameters()))
         assert damages_of(directory, look_at(directory).manifest, lambda nbytes: seen.append(data_files_open())) == []
     assert max(seen) == 3 and data_files_open() == 0

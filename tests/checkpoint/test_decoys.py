@@ -14,8 +14,7 @@ from forked import run
 from manifests import write
 
 import zinf_fx
-from zinf_fx.checkpoint.catalog import look_at
-from zinf_fx.checkpoint.garbage_collection import give_back_unnamed
+from zinf_fx.checkpoint.catalog import give_back_unnamed, look_at
 from zinf_fx.cli import main
 from zinf_fx.errors import ZinfError
 from zinf_fx.native.engine import crc32c

@@ -13,8 +13,7 @@ from breaking_files import Failing, Killed, LosingPower, put
 from counting import Counting
 
 import zinf_fx
-from zinf_fx.checkpoint.catalog import look_at
-from zinf_fx.checkpoint.garbage_collection import give_back_unnamed
+from zinf_fx.checkpoint.catalog import give_back_unnamed, look_at
 from zinf_fx.checkpoint.manifest import Manifest
 from zinf_fx.errors import CheckpointError, StoreError
 

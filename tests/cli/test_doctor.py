@@ -1,4 +1,4 @@
-"""`zinf-fx doctor`: every problem comes with the line that mends it."""
+"""`zinf-fx doctor`: every problem comes with the line that fixes it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_json_and_the_default_store(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     findings = report[str(tmp_path / "cache" / "zinf_fx")]
-    assert {"subject", "status", "found", "mend"} == set(findings[0])
+    assert {"subject", "status", "found", "fix"} == set(findings[0])
 
 
 def test_a_missing_directory_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     absent = tmp_path / "not there"
     assert main(["doctor", str(absent)]) == 1
-    assert f"mend: mkdir -p '{absent}'" in capsys.readouterr().out
+    assert f"fix: mkdir -p '{absent}'" in capsys.readouterr().out
 
 
 def test_a_default_store_that_can_not_be_made_is_a_problem(
@@ -65,7 +65,7 @@ def test_a_default_store_that_can_not_be_made_is_a_problem(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert main(["doctor", "--json"]) == 1
     *_, finding = json.loads(capsys.readouterr().out)[str(tmp_path / "file" / "zinf_fx")]
-    assert (finding["subject"], finding["status"], finding["mend"]) == ("store", "problem", module.OTHER_STORE)
+    assert (finding["subject"], finding["status"], finding["fix"]) == ("store", "problem", module.OTHER_STORE)
     assert "store create failed" in finding["found"] and "name a directory with `store`" in finding["found"]
     assert main(["estimate", "--layers", "2", "--hidden", "64", "--heads", "4", "--hardware", "this-machine"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("zinf-fx: error: store create failed")
@@ -73,7 +73,7 @@ def test_a_default_store_that_can_not_be_made_is_a_problem(
 
 def test_what_is_no_directory_is_a_problem(store: Path):
     (store / "file").touch()
-    assert any(one.status == "problem" and one.mend for one in diagnose(store / "file"))
+    assert any(one.status == "problem" and one.fix for one in diagnose(store / "file"))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeyp
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
     finding = found(store, "file system")
     assert (finding.status, said is None or said in finding.found) == ("ok" if said is None else "warning", True)
-    assert (finding.mend is None) == (said is None)
+    assert (finding.fix is None) == (said is None)
 
 
 def test_little_space(store: Path, monkeypatch: pytest.MonkeyPatch):
     system = FileSystem("ext4", "source", "key", 1 << 30, 1 << 41)
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
-    assert "ZINF_STORE" in (found(store, "free space").mend or "")
+    assert "ZINF_STORE" in (found(store, "free space").fix or "")
 
 
 def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -99,8 +99,8 @@ def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "AIO_NR", tmp_path / "nr")
     monkeypatch.setattr(module, "AIO_MAX", tmp_path / "max")
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "thp")
-    assert found(store, "kernel AIO").mend == "sudo sysctl -w fs.aio-max-nr=131072"
-    assert (found(store, "huge pages").mend or "").startswith("echo madvise | sudo tee ")
+    assert found(store, "kernel AIO").fix == "sudo sysctl -w fs.aio-max-nr=131072"
+    assert (found(store, "huge pages").fix or "").startswith("echo madvise | sudo tee ")
     monkeypatch.setattr(module, "AIO_NR", tmp_path / "absent")
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "absent")
     assert {found(store, subject).status for subject in ("kernel AIO", "huge pages")} == {"warning"}
@@ -113,7 +113,7 @@ def test_the_limit_on_file_sizes(store: Path):
         finding = found(store, "file size")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert finding.status == "warning" and "1.0 GiB" in finding.found and finding.mend
+    assert finding.status == "warning" and "1.0 GiB" in finding.found and finding.fix
 
 
 def test_a_store_that_is_too_small_even_to_probe(store: Path):
@@ -130,7 +130,7 @@ def test_a_downgrade_is_explained(store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ZINF_IO_PROVIDER", "buffered")
     assert found(store, "provider").status == "warning"
     monkeypatch.setenv("ZINF_IO_PROVIDER", "threads")
-    assert found(store, "provider").mend
+    assert found(store, "provider").fix
 
 
 def test_orphans(store: Path):
@@ -140,12 +140,12 @@ def test_orphans(store: Path):
     )
     run(program, store)
     assert len(list(store.iterdir())) == 1
-    assert found(store, "orphans").mend == f"zinf-fx clean {store}"
+    assert found(store, "orphans").fix == f"zinf-fx clean {store}"
     assert len(list(store.iterdir())) == 1, "doctor removes nothing"
 
 
 def test_the_measured_profile(store: Path):
-    assert found(store, "measured").mend == f"zinf-fx bench-io {store}"
+    assert found(store, "measured").fix == f"zinf-fx bench-io {store}"
     store_profile(store, Profile(3 << 30, 6 << 30, 4 << 30, "aio", 8, 4 << 20, 1.0))
     assert "read 3.00 GiB/s" in found(store, "measured").found
 

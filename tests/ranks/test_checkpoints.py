@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zinf_fx
-from zinf_fx.checkpoint.entries import parts_of
+from zinf_fx.checkpoint.entries import state_entries
 from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.save import save
 from zinf_fx.cli import main
@@ -264,7 +264,7 @@ def _failing(rank: int, job: Job, directory: Path, how: str) -> str:
         extra["value"] = object()
     if rank == 1 and how == "torn":
         job.adam.torn = "torn here"
-    parts = parts_of(job.model, job.adam, {"schedule": job.schedule, **extra})
+    parts = state_entries(job.model, job.adam, {"schedule": job.schedule, **extra})
     full = Failing(1, OSError(errno.ENOSPC, "No space left"), ("rename",)) if how == "full" else FILES
     try:
         save(directory, parts, full)
@@ -292,7 +292,7 @@ def timed(rank: int, folder: Path) -> list[tuple[float, str, list[str]]]:
     job.train(1)
     job.save(folder / "saved")
     job.train(1)
-    save(folder / "saved", parts_of(job.model, job.adam, {"schedule": job.schedule}), files)
+    save(folder / "saved", state_entries(job.model, job.adam, {"schedule": job.schedule}), files)
     return files.begun
 
 

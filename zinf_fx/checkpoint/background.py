@@ -1,18 +1,17 @@
-"""A save that goes on behind training, in a thread of its own, at a pace that leaves training its disks.
+"""Saves that take no time from training: copies in the background, and saves that wait for the next step.
 
-[Note: copies behind training]
-To another file system, bytes have to be copied. What is in the store is kept there as it is when the save is due, as
-for a generation (see `frozen`), and steps go on at once, which write elsewhere. A thread copies what is kept, and then
-commits as other saves do: until that, the checkpoint before is the checkpoint. What is kept is released behind it.
-The interpreter waits for the thread when it exits. What fails removes what was begun, and is raised where the training
-comes by next.
+[Note: copies in the background]
+To another file system, bytes have to be copied. A snapshot keeps what is in the store as it is when the save is due,
+and steps go on at once, which write elsewhere: see [Note: sharing]. A thread copies what is kept, and then commits as
+other saves do: until that, the checkpoint before is the checkpoint. The snapshot is released behind it. The interpreter
+waits for the thread when it exits. A copy that fails removes what was begun, and its error is raised at the next call.
 
-[Note: saves that wait]
+[Note: deferred saves]
 A save has to wait for the step's last write, and if it did so at once, the next forward pass, which hides that, would
 wait, too. But until the next step begins, nothing that it saves of the store is changed. So what forward and backward
-do change is held as it is: buffers, random states, schedulers, options of the optimizer. The save itself is made from
-a hook in front of the next step, or whenever somebody asks for it before that. Where it fails in the hook, the step is
-taken all the same, and whoever wanted the save is told.
+do change is copied: buffers, random states, schedulers, options of the optimizer. The save itself is made from a hook
+in front of the next step, or whenever somebody asks for it before that. Where it fails in the hook, the step is taken
+all the same, and the next call raises the error.
 """
 
 from __future__ import annotations
@@ -24,7 +23,14 @@ from collections.abc import Callable
 
 from torch.utils.hooks import RemovableHandle
 
-from zinf_fx.checkpoint.entries import GradientsPart, HeldPart, OptimizerPart, Parts, TooLargeError, streamed_in
+from zinf_fx.checkpoint.entries import (
+    EntrySnapshot,
+    GradientsEntry,
+    OptimizerEntry,
+    StateEntries,
+    TooLargeError,
+    streamed_in,
+)
 from zinf_fx.checkpoint.models import all_ranks
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -32,7 +38,7 @@ from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 log = logging.getLogger("zinf_fx")
 
 SHARE = 0.15
-"""Of the time in which training moves bytes, that in which copies move some, too."""
+"""The share of the time in which training moves bytes, in which copies move some, too."""
 
 _NOTICED = 32 << 20
 """Bytes that training has to move to be noticed: more than are under way of a copy."""
@@ -55,17 +61,17 @@ class Pace:
         self._hurries = threading.Event()
 
     def hurry(self) -> None:
-        """Somebody waits for the copy."""
+        """Copy as fast as possible from now on: somebody waits."""
         self._hurries.set()
 
     def keep(self, nbytes: int) -> None:
-        """So many bytes were copied: return when the next may be."""
+        """Note that so many bytes were copied, and return when the next ones may be."""
         taken = time.monotonic() - self._began
         self._hurries.wait(max(0.0, self._pause(nbytes, taken)))
         self._began = time.monotonic()
 
     def _pause(self, nbytes: int, taken: float) -> float:
-        """Seconds, behind bytes whose copy took some."""
+        """Return the seconds to wait after a copy of so many bytes that took `taken` seconds."""
         if self._bandwidth is not None:
             return nbytes / self._bandwidth - taken
         moved = self._moved_by_others()
@@ -74,7 +80,7 @@ class Pace:
         return taken * (1 / SHARE - 1) if time.monotonic() - self._seen_at < _REMEMBERED else 0.0
 
 
-class CopyBehind:
+class BackgroundCopy:
     """A copy that goes on in a thread.
 
     Attributes:
@@ -110,28 +116,25 @@ class CopyBehind:
             log.error("%s failed, and training goes on without it: %s", self._what, error)
 
 
-log = logging.getLogger("zinf_fx")
-
-
-class HeldSave:
+class DeferredSave:
     """A save that waits for the next step of any of its optimizers.
 
     Attributes:
         failure: why it could not be made before that step, if so.
     """
 
-    def __init__(self, parts: Parts, save: Callable[[Parts], object]) -> None:
+    def __init__(self, entries: StateEntries, save: Callable[[StateEntries], object]) -> None:
         """Raises: TooLargeError; CheckpointError for what can't be saved."""
         self._save, self.failure = save, None
-        self._parts: Parts | None = {
-            name: part if isinstance(part, (OptimizerPart, HeldPart)) else HeldPart(part)
-            for name, part in parts.items()
+        self._entries: StateEntries | None = {
+            name: entry if isinstance(entry, (OptimizerEntry, EntrySnapshot)) else EntrySnapshot(entry)
+            for name, entry in entries.items()
         }
-        for part in self._parts.values():
-            if isinstance(part, OptimizerPart):
-                part.hold_options()
+        for entry in self._entries.values():
+            if isinstance(entry, OptimizerEntry):
+                entry.keep_options()
         self._hooks: list[RemovableHandle] = []
-        for optimizer in streamed_in(parts):
+        for optimizer in streamed_in(entries):
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._save_before_step()))
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self._drop()))
 
@@ -149,42 +152,42 @@ class HeldSave:
             self.failure = error
 
     def _save_once(self) -> None:
-        if (parts := self._taken()) is not None:
-            self._save(parts)
+        if (entries := self._taken()) is not None:
+            self._save(entries)
 
     def _drop(self) -> None:
-        """Another state is loaded: the one that was to be saved is gone."""
+        """Give the save up: another state is loaded, and the one that was to be saved is gone."""
         if self._taken() is not None:
             log.warning("a checkpoint that was due is not saved: another one was loaded before the next step began")
 
-    def _taken(self) -> Parts | None:
-        """What is to be saved, the first time."""
-        parts, self._parts = self._parts, None
-        return parts
+    def _taken(self) -> StateEntries | None:
+        """Return what is to be saved, the first time."""
+        entries, self._entries = self._entries, None
+        return entries
 
 
-def held(parts: Parts, save: Callable[[Parts], object]) -> HeldSave | None:
-    """A save that waits, if that is of any use: see [Note: saves that wait]. None where it is to be made at once:
-    nothing goes on in the background; there are several ranks, which would have to agree; there are gradients, or much
-    else that changes without a step; or backward is what begins the next one.
+def deferred_save(entries: StateEntries, save: Callable[[StateEntries], object]) -> DeferredSave | None:
+    """Return a save that waits: see [Note: deferred saves]. None where it is to be made at once: nothing goes on in the
+    background; there are several ranks, which would have to agree; there are gradients, or much else that changes
+    without a step; or backward is what begins the next one.
 
     Raises: CheckpointError for what can't be saved.
     """
-    optimizers = [part.optimizer for part in parts.values() if isinstance(part, OptimizerPart)]
-    streamed = streamed_in(parts)
-    if all_ranks().size > 1 or len(streamed) < len(optimizers) or any(one.step_in_backward for one in streamed):
+    optimizers = [entry for entry in entries.values() if isinstance(entry, OptimizerEntry)]
+    streamed = streamed_in(entries)
+    if all_ranks().size > 1 or len(streamed) < len(optimizers) or any(opt.step_in_backward for opt in streamed):
         return None
-    gradients = parts[GradientsPart.name]
-    assert isinstance(gradients, GradientsPart)
-    if not any(_goes_on(one) for one in streamed) or gradients.is_filled:
+    gradients = entries[GradientsEntry.name]
+    assert isinstance(gradients, GradientsEntry)
+    if not any(_goes_on(optimizer) for optimizer in streamed) or gradients.is_filled:
         return None
     try:
-        return HeldSave(parts, save)
+        return DeferredSave(entries, save)
     except TooLargeError:
         return None
 
 
 def _goes_on(optimizer: Streamed) -> bool:
     """Whether a step goes on in the background where any of the parameters live."""
-    stored = (stored_parameter(p) for group in optimizer.param_groups for p in group["params"])
-    return any(one is not None and one.storage.tiers.background is not None for one in stored)
+    parameters = (stored_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return any(stored is not None and stored.storage.tiers.background is not None for stored in parameters)

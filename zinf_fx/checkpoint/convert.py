@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from zinf_fx.checkpoint.copying import FileRead, PieceMemory, fill, needed_for
-from zinf_fx.checkpoint.entries import COMPOSED, FORMATS, SHAPES, ModulePart, OptimizerPart, of_format
+from zinf_fx.checkpoint.entries import COMPOSED, FORMATS, SHAPES, ModuleEntry, OptimizerEntry, of_format
 from zinf_fx.checkpoint.export import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.checkpoint.files import FILES, LOCK, appear, opened, refusals, unfinished
 from zinf_fx.checkpoint.manifest import Manifest, SavedPiece, SavedTensor, check_files
@@ -39,7 +39,7 @@ class Values:
     """A saved tensor as other programs are given it.
 
     Attributes:
-        shape: of the values.
+        shape: the shape of the values.
         how: how the bytes that are saved become values; None: values are saved.
     """
 
@@ -49,12 +49,12 @@ class Values:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.saved.dtype if self.how is None else self.how.dtype
 
     @property
     def chunks(self) -> list[range]:
-        """All elements that are saved, in parts that are looked at one after the other."""
+        """All elements that are saved, in parts that are read one after the other."""
         whole = Box.whole(self.saved.shape)
         if self.how is None:
             return pieces_of(range(whole.numel), self.dtype.itemsize)
@@ -66,17 +66,16 @@ class Values:
         is saved; of any other as the pieces are that it is in."""
         whole = Box.whole(self.shape)
         if self.how is None:
-            pieces = ((one.box, piece.elements) for one in self.saved.boxes for piece in one.pieces)
+            pieces = ((shard.box, piece.elements) for shard in self.saved.boxes for piece in shard.pieces)
             return [box for saved, elements in pieces for box in saved.boxes_of(elements)] or [whole]
         if self.how.transposed:
             return [whole]
         rows, *inner = self.shape
-        each = max(PIECE // (whole.numel // rows * self.dtype.itemsize), 1)
-        starts = range(0, rows, each)
-        return [Box((row, *(0 for _ in inner)), (min(each, rows - row), *inner)) for row in starts]
+        step = max(PIECE // (whole.numel // rows * self.dtype.itemsize), 1)
+        return [Box((row, *(0 for _ in inner)), (min(step, rows - row), *inner)) for row in range(0, rows, step)]
 
     def source(self, box: Box) -> Box:
-        """The part of what is saved that a part of the values is made of: one of `boxes`, or all."""
+        """Return the part of what is saved that a part of the values is made of: one of `boxes`, or all."""
         if self.how is None:
             return box
         if self.how.transposed:
@@ -84,7 +83,7 @@ class Values:
         return Box((box.offsets[0], 0), (box.shape[0], self.saved.shape[1]))
 
     def made_of(self, elements: torch.Tensor) -> torch.Tensor:
-        """The values that such a part of what is saved stands for: both flat."""
+        """Return the values that such a part of what is saved stands for: both flat."""
         if self.how is None:
             return elements
         packed = elements.view(-1, self.saved.shape[1])
@@ -93,11 +92,11 @@ class Values:
 
 
 def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
-    """All tensors by all of their names; those of a part are given as values.
+    """Return all tensors by all of their names; those of a part as values.
 
     Raises: CheckpointError for what has none that are known without the model.
     """
-    found = {name: Values(saved, saved.shape) for name, saved in manifest.by_name().items()}
+    by_name = {name: Values(saved, saved.shape) for name, saved in manifest.by_name().items()}
     content = manifest.values.get(part, {})
     for values in filter(None, content.get("ranks", [content])):  # some ranks may not have the part
         for name, (kind, *_) in values.get(COMPOSED, {}).items():
@@ -113,9 +112,9 @@ def values_in(source: Path, manifest: Manifest, part: str) -> dict[str, Values]:
                     f"converting {source} was refused: '{part}/{name}' is quantised as {how[0]}, and its shape is not "
                     "in the manifest: load the checkpoint into the model, and use export_safetensors()"
                 )
-            saved = found[f"{part}/{name}"].saved
-            found[f"{part}/{name}"] = Values(saved, tuple(shape), of_format(how))
-    return found
+            saved = by_name[f"{part}/{name}"].saved
+            by_name[f"{part}/{name}"] = Values(saved, tuple(shape), of_format(how))
+    return by_name
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,11 @@ class _InFile:
         return Box.whole(self.values.saved.shape)
 
     @property
-    def held(self) -> list[range]:
+    def wanted(self) -> list[range]:
         return [range(self.box.numel)] if self.box.numel else []
 
     def chunks(self, elements: range) -> list[range]:
-        return self.values.chunks  # what is held is all
+        return self.values.chunks  # what is wanted is all
 
     @contextmanager
     def overwritten(self, elements: range) -> Iterator[torch.Tensor]:
@@ -158,7 +157,7 @@ def to_safetensors(
     Raises: CheckpointError, with nothing changed in `target`, when there is no such part, when it is damaged, or for
     what such files can't have; StoreError.
     """
-    mine = [one.name for one in manifest.tensors if one.name.startswith(f"{part}/")]
+    mine = [tensor.name for tensor in manifest.tensors if tensor.name.startswith(f"{part}/")]
     if not mine:
         names = sorted({tensor.part for tensor in manifest.tensors})
         raise CheckpointError(
@@ -167,7 +166,7 @@ def to_safetensors(
     every = values_in(source, manifest, part)
     tensors = {name.removeprefix(f"{part}/"): every[name] for name in mine}
     check_files(source, manifest)
-    kinds = {name: Kind(one.dtype, one.shape) for name, one in tensors.items()}
+    kinds = {name: Kind(values.dtype, values.shape) for name, values in tensors.items()}
     for name, kind in kinds.items():
         check_dtype(kind.dtype, f"'{name}'")
     with ExitStack() as rooms:
@@ -199,7 +198,7 @@ class Pieces:
         self._last: FileRead | None = None
 
     def read(self, saved: SavedTensor, piece: SavedPiece) -> torch.Tensor:
-        """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
+        """Return the elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
         if self._last is None or self._last.piece is not piece:
             self._last = None
             self._last = FileRead(self.files[piece.file], saved, piece, self._memory)
@@ -219,41 +218,40 @@ class UnreadElements(UnreadBox):
         return elements
 
     def value(self) -> torch.Tensor:
-        """The elements. Raises: CheckpointError, StoreError."""
+        """Return the elements. Raises: CheckpointError, StoreError."""
         saved, source = self._saved_values.saved, self._saved_values.source(self._box)
         mine = range(source.numel)
-        found = own_memory(len(mine) * saved.dtype.itemsize).view(saved.dtype)
+        elements = own_memory(len(mine) * saved.dtype.itemsize).view(saved.dtype)
         for box, piece in needed_for(saved, source, mine) if mine else ():
             read = self._pieces.read(saved, piece)
-            copy_common(found, source, mine, read, box, piece.elements)
-        self._pieces.report(found.nbytes)
-        return self._saved_values.made_of(found).view(self._box.shape)
+            copy_common(elements, source, mine, read, box, piece.elements)
+        self._pieces.report(elements.nbytes)
+        return self._saved_values.made_of(elements).view(self._box.shape)
 
     def _of(self, box: Box) -> UnreadElements:
         return UnreadElements(self._pieces, self._saved_values, box)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        """One for each box."""
+        """Return an item for each box."""
         return write_items(name, self, self._boxes.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """All boxes."""
+        """Return all boxes."""
         return chunk_list(self._boxes.values())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The box that begins there."""
+        """Return the box that begins there."""
         assert index.offset is not None
         return self._of(self._boxes[tuple(index.offset)])
 
     @cached_property
     def _boxes(self) -> dict[tuple[int, ...], Box]:
-        """By where they begin."""
         return {box.offsets: box for box in self._saved_values.boxes}
 
 
 def convertible(manifest: Manifest) -> list[str]:
-    """The names of the parts that such a directory can have: models and optimizers."""
-    kinds = (ModulePart.kind, OptimizerPart.kind)
+    """Return the names of the parts that such a directory can have: models and optimizers."""
+    kinds = (ModuleEntry.kind, OptimizerEntry.kind)
     return [name for name, values in manifest.values.items() if values["kind"] in kinds]
 
 
@@ -296,7 +294,7 @@ def to_distributed(
 
 
 def _cause_of(error: dcp.CheckpointException) -> BaseException:
-    """What failed on the only rank. PyTorch's writer of zip files hides it behind an error of its own."""
+    """Return what failed on the only rank. PyTorch's writer of zip files hides it behind an error of its own."""
     cause = next(cause for cause, _ in error.failures.values())
     while type(cause) is RuntimeError and cause.__context__ is not None:
         cause = cause.__context__
@@ -304,7 +302,7 @@ def _cause_of(error: dcp.CheckpointException) -> BaseException:
 
 
 def _states(source: Path, manifest: Manifest, part: str, pieces: Pieces) -> dict[str, Any]:
-    """A part as `get_model_state_dict` or `get_optimizer_state_dict` gives it. Raises: CheckpointError."""
+    """Return a part as `get_model_state_dict` or `get_optimizer_state_dict` gives it. Raises: CheckpointError."""
     known = convertible(manifest)
     if part not in known:
         raise CheckpointError(f"the checkpoint in {source} has no '{part}' to convert: it has {', '.join(known)}")
@@ -314,11 +312,11 @@ def _states(source: Path, manifest: Manifest, part: str, pieces: Pieces) -> dict
             f"converting '{part}' of {source} was refused: it was another one on each of {manifest.ranks} ranks; load "
             "the checkpoint with as many ranks, and save it with torch.distributed.checkpoint there"
         )
-    every = values_in(source, manifest, part).items()
-    tensors = {name: UnreadElements(pieces, one, Box.whole(one.shape)) for name, one in every}
-    if values["kind"] == OptimizerPart.kind:
+    by_name = values_in(source, manifest, part).items()
+    tensors = {name: UnreadElements(pieces, saved, Box.whole(saved.shape)) for name, saved in by_name}
+    if values["kind"] == OptimizerEntry.kind:
         return _of_optimizer(source, part, values, tensors.__getitem__)
-    extra = {name: decode(one, tensors.__getitem__) for name, one in values["extra"].items()}
+    extra = {name: decode(value, tensors.__getitem__) for name, value in values["extra"].items()}
     mine = (name for name in tensors if name.startswith(f"{part}/"))
     return {name.removeprefix(f"{part}/"): tensors[name] for name in mine} | extra
 
@@ -330,5 +328,7 @@ def _of_optimizer(source: Path, part: str, values: Mapping[str, Any], find: Call
             f"converting '{part}' of {source} was refused: its parameter {nameless[0]} is in none of the models that "
             "were saved with it, and torch.distributed.checkpoint names states by models; leave it out with --part"
         )
-    state = {name: {key: decode(one, find) for key, one in entry.items()} for name, entry in values["state"].items()}
+    state = {
+        name: {key: decode(value, find) for key, value in entry.items()} for name, entry in values["state"].items()
+    }
     return {"state": state, "param_groups": groups}

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zinf_fx.checkpoint.manifest import SavedBox, SavedPiece, SavedTensor
+from zinf_fx.checkpoint.manifest import SavedPiece, SavedTensor
 from zinf_fx.checkpoint.models import check_has_values
 from zinf_fx.errors import CheckpointError, DamagedCheckpointError, StoreError
 from zinf_fx.interrupts import let_through
@@ -65,13 +65,12 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
-    """What this rank has of a tensor. Of a quantised one, the tensor is that of its bytes: what is loaded is what was
-    saved.
+class LocalShard:
+    """This rank's shard of a tensor. The shard of a quantised tensor has its bytes: what is loaded is what was saved.
 
     Attributes:
-        tensor: this rank's part, stored or not; `box`: which elements of the whole tensor it is.
-        shape: of the whole tensor.
+        tensor: the shard itself, stored or not.
+        shape: the shape of the whole tensor; `box`: which elements of it the shard has.
     """
 
     tensor: torch.Tensor
@@ -79,8 +78,8 @@ class Holding:
     box: Box
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, what: str) -> Holding:
-        """Of any tensor. Raises: CheckpointError for one without values, or of a class of its own."""
+    def of(cls, tensor: torch.Tensor, what: str) -> LocalShard:
+        """Return the shard of any tensor. Raises: CheckpointError for one without values, or of a class of its own."""
         local = local_part(tensor)
         if isinstance(local, StoredTensor) and local.quantised is not None:
             tensor = local = bytes_of(local)
@@ -105,17 +104,17 @@ class Holding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self.tensor.dtype
 
     @property
-    def is_ordinary(self) -> bool:
-        """Whether it is in memory: every rank may have another one."""
+    def is_in_memory(self) -> bool:
+        """Whether it is an ordinary tensor: every rank may have another one."""
         return not isinstance(self.tensor, StoredTensor)
 
     @property
     def identity(self) -> tuple:
-        """What two names of one tensor have in common."""
+        """A key that two names of one tensor have in common."""
         if isinstance(self.tensor, StoredTensor):
             return (self.tensor.storage.key,)
         place = self.tensor.untyped_storage().data_ptr(), self.tensor.storage_offset(), self.tensor.stride()
@@ -137,7 +136,7 @@ class Holding:
 
     @property
     def tiers(self) -> Tiers | None:
-        """Those of a stored tensor."""
+        """The tiers of a stored tensor."""
         return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
 
     @property
@@ -146,45 +145,45 @@ class Holding:
         return self.tensor.storage.bytes.allocation if isinstance(self.tensor, StoredTensor) else None
 
     @property
-    def own(self) -> list[range]:
-        """The elements, by number in the box, that this rank is to save, if others have the rest."""
+    def owned(self) -> list[range]:
+        """The elements, by number in the box, that this rank saves, if others have the rest."""
         parts = (range(self.box.numel),)
         if isinstance(self.tensor, StoredTensor) and not self.tensor.storage.share.unreduced:
             parts = self.tensor.storage.share.own
         return [part for part in parts if part]
 
     @property
-    def held(self) -> list[range]:
-        """The elements that are to be loaded here."""
+    def wanted(self) -> list[range]:
+        """The elements that are loaded here."""
         if isinstance(self.tensor, StoredTensor) and self.tensor.storage.share.partitioned:
-            return self.own
+            return self.owned
         return [range(self.box.numel)] if self.box.numel else []
 
     def chunks(self, elements: range, nbytes: int = PIECE) -> list[range]:
-        """Consecutive elements, in parts of at most `nbytes` that are read or written at a time: no more than the
-        optimizer's step does."""
+        """Divide consecutive elements into parts that are read or written at a time: at most `nbytes`, and no more than
+        the optimizer's step does."""
         tiers = self.tiers
         if tiers is not None:
             planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
             nbytes = min(nbytes, self.storage.config.chunk, planned or nbytes)
         return pieces_of(elements, self.dtype.itemsize, nbytes)
 
-    def in_home(self, elements: range) -> range:
-        """The bytes of their allocation that consecutive elements of a stored tensor are."""
+    def byte_range(self, elements: range) -> range:
+        """Return which bytes of their allocation consecutive elements of a stored tensor are."""
         storage, itemsize = self.storage, self.dtype.itemsize
         first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
-    def in_pages(self, elements: range) -> range | None:
-        """The same, if they begin with a page of the store."""
+    def page_range(self, elements: range) -> range | None:
+        """Return the same bytes, if they begin with a page of the store; else None."""
         if (allocation := self.allocation) is None or allocation.in_store is None:
             return None
-        found = self.in_home(elements)
-        return None if found.start % PAGE or PAGE % self.dtype.itemsize else found
+        nbytes = self.byte_range(elements)
+        return None if nbytes.start % PAGE or PAGE % self.dtype.itemsize else nbytes
 
     def checksum(self, elements: range) -> int | None:
-        """The CRC-32C of consecutive elements that are whole pages of the store, and not being written; else None."""
-        place, allocation = self.in_pages(elements), self.allocation
+        """Return the CRC-32C of elements that are whole pages of the store, and not being written; else None."""
+        place, allocation = self.page_range(elements), self.allocation
         if not place or len(place) % PAGE or allocation is None or allocation.in_store is None:
             return None
         return allocation.in_store.checksum(place.start, len(place))
@@ -202,8 +201,8 @@ class Holding:
 
     @contextmanager
     def overwritten(self, elements: range) -> Iterator[torch.Tensor]:
-        """Memory for consecutive elements, all of which are set in the block, and then sent to where the tensor lives;
-        few others are on their way to the store."""
+        """Give memory for consecutive elements, all of which the block sets. They are sent to where the tensor lives
+        then; few others are on their way to the store."""
         if isinstance(self.tensor, StoredTensor):
             self.storage.usable_tiers().limit_writes(PIECE)
             window = open_window(self.tensor.storage, CPU, elements.start, len(elements), load=False)
@@ -221,14 +220,14 @@ class Holding:
                 theirs.copy_(mine)
 
     def _in_place(self) -> torch.Tensor | None:
-        """All elements of an ordinary tensor, 1-D, if the host's memory has them as they are."""
+        """Return all elements of an ordinary tensor, 1-D, if the host's memory has them as they are."""
         tensor = self.tensor.detach()
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         return tensor.as_strided((tensor.numel(),), (1,))  # `view` keeps the stride of one element
 
     def _in_boxes(self, elements: range, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Consecutive elements in parts that are boxes: of an ordinary tensor, and in `memory`, which has them flat."""
+        """Give parts of consecutive elements that are boxes, of an ordinary tensor and of `memory`, which is flat."""
         whole = Box.whole(self.tensor.shape)
         for part in whole.boxes_of(elements):
             theirs = self.tensor.detach()
@@ -236,87 +235,34 @@ class Holding:
                 theirs = theirs.narrow(dim, start, size)
             yield theirs, view_of(memory, whole, elements.start, part)
 
-    def loaded(self) -> None:
-        """All elements that are held were written."""
+    def mark_loaded(self) -> None:
+        """Note that all elements that are wanted here were written."""
         if isinstance(self.tensor, StoredTensor):
             self.tensor.storage.share.stale = False
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """Consecutive elements of a rank's part of a tensor, which it is to save."""
+class ShardRange:
+    """Consecutive elements of a shard, under the name of its tensor."""
 
     name: str
-    holding: Holding
+    shard: LocalShard
     elements: range
 
     @property
     def nbytes(self) -> int:
-        """Of the elements."""
-        return len(self.elements) * self.holding.dtype.itemsize
+        """The size of the elements."""
+        return len(self.elements) * self.shard.dtype.itemsize
 
-
-@dataclass(frozen=True)
-class PlaceInFile:
-    """Where some elements of a run are to be: the number of the file, and the offset in it."""
-
-    run: SavedRun
-    elements: range
-    file: int
-    offset: int
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Of the elements."""
-        return len(self.elements) * self.run.holding.dtype.itemsize
+    def in_chunks(self) -> list[ShardRange]:
+        """Divide it as `LocalShard.chunks` does."""
+        return [ShardRange(self.name, self.shard, elements) for elements in self.shard.chunks(self.elements)]
 
 
 IN_FLIGHT = 32 << 20
 """Bytes that are under way at a time in one direction, about."""
 
 R = TypeVar("R", bound="Window | DeviceWindow | Read | FileRead")
-T = TypeVar("T")
-
-
-class UnderWay(Generic[T]):
-    """Things in a row, each with its bytes."""
-
-    def __init__(self, most: int = IN_FLIGHT) -> None:
-        """`most`: bytes that may be under way at a time, if that is more than one thing."""
-        self._most = most
-        self._things: deque[tuple[T, int]] = deque()
-        self._nbytes = 0
-
-    def add(self, thing: T, nbytes: int) -> None:
-        """One more comes last."""
-        self._things.append((thing, nbytes))
-        self._nbytes += nbytes
-
-    @property
-    def first(self) -> T:
-        """What came first."""
-        return self._things[0][0]
-
-    def end_first(self) -> None:
-        """What came first is over."""
-        self._nbytes -= self._things.popleft()[1]
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be under way."""
-        return not self._things or self._nbytes + nbytes <= self._most
-
-    def __len__(self) -> int:
-        return len(self._things)
-
-    def __iter__(self) -> Iterator[T]:
-        return (thing for thing, _ in self._things)
-
-    def clear(self) -> None:
-        """All are over."""
-        self._things.clear()
-        self._nbytes = 0
-
-
 T = TypeVar("T")
 
 
@@ -328,6 +274,24 @@ class Transfer(NamedTuple, Generic[R, T]):
     what: T
 
 
+class _Queue(Generic[T]):
+    """Transfers under way, in their order, each with its bytes; `most` bytes at a time, or one transfer."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._nbytes = most, 0
+        self.transfers: deque[tuple[T, int]] = deque()
+
+    def add(self, transfer: T, nbytes: int) -> None:
+        self.transfers.append((transfer, nbytes))
+        self._nbytes += nbytes
+
+    def end_first(self) -> None:
+        self._nbytes -= self.transfers.popleft()[1]
+
+    def has_room(self, nbytes: int) -> bool:
+        return not self.transfers or self._nbytes + nbytes <= self._most
+
+
 def read_ahead(
     transfers: Iterable[Transfer[R, T]], most: int = IN_FLIGHT, make_room: Callable[[], bool] = lambda: False
 ) -> Generator[tuple[R, T], None, None]:
@@ -337,12 +301,12 @@ def read_ahead(
     no memory and none is under way; it says whether there is more now. Who takes a read closes it; those that nobody
     took are closed in the end.
     """
-    queue: UnderWay[tuple[R, T]] = UnderWay(most)
+    queue: _Queue[tuple[R, T]] = _Queue(most)
     try:
         for transfer in transfers:
             let_through()
             while not queue.has_room(transfer.nbytes):
-                yield queue.first
+                yield queue.transfers[0][0]
                 queue.end_first()
             while True:
                 try:
@@ -351,16 +315,16 @@ def read_ahead(
                 except StoreError:
                     if make_room():
                         continue
-                    if not queue:
+                    if not queue.transfers:
                         raise
-                    yield queue.first
+                    yield queue.transfers[0][0]
                     queue.end_first()
             queue.add((read, transfer.what), transfer.nbytes)
-        while queue:
-            yield queue.first
+        while queue.transfers:
+            yield queue.transfers[0][0]
             queue.end_first()
     finally:
-        for read, _ in queue:
+        for (read, _), _ in queue.transfers:
             read.close()
 
 
@@ -378,12 +342,12 @@ def copy(
 
     Raises: StoreError; some is written then.
     """
-    writes: UnderWay[tuple[Window | DeviceWindow | Read, Ticket, int]] = UnderWay(in_flight)
+    writes: _Queue[tuple[Window | DeviceWindow | Read, Ticket]] = _Queue(in_flight)
 
     def end_first() -> bool:
-        if not writes:
+        if not writes.transfers:
             return False
-        read, ticket, nbytes = writes.first
+        (read, ticket), nbytes = writes.transfers[0]
         ticket.wait()
         writes.end_first()
         read.close()
@@ -396,26 +360,26 @@ def copy(
                 elements = read.wait()
                 while not writes.has_room(elements.nbytes):
                     end_first()
-                writes.add((read, write(elements, what), elements.nbytes), elements.nbytes)
+                writes.add((read, write(elements, what)), elements.nbytes)
             while end_first():
                 pass
         finally:  # nothing is written any more from what is given back
-            for read, ticket, _ in writes:
+            for (read, ticket), _ in writes.transfers:
                 with contextlib.suppress(StoreError):
                     ticket.wait()
                 read.close()
 
 
 class PieceMemory:
-    """What pieces are read into: that of one that is gone is there for the next, and not given back and taken anew, as
-    far as all that is free is no more than what may be under way."""
+    """Memory that pieces are read into. That of a piece that is gone serves the next one, as far as no more is free
+    than may be under way."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}  # by their sizes in bytes
         self._nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes, in whole pages."""
+        """Return memory of at least so many bytes, in whole pages."""
         size = max(1 << (nbytes - 1).bit_length(), PAGE)
         free = self._free.get(size)
         if not free:
@@ -424,7 +388,7 @@ class PieceMemory:
         return free.pop()
 
     def give(self, memory: torch.Tensor) -> None:
-        """Nobody uses what was taken any more."""
+        """Give back what was taken."""
         self._nbytes += memory.numel()
         if self._nbytes > IN_FLIGHT:  # of sizes that other tensors had
             self._free, self._nbytes = {}, memory.numel()
@@ -435,8 +399,8 @@ class FileRead:
     """A piece that is being read, and its elements when they are there and have the right checksum.
 
     Attributes:
-        nbytes: of the elements.
-        pages: that they are in: the address in memory, how many bytes, and the offset in the file.
+        nbytes: the size of the elements.
+        pages: the pages that they are in: the address in memory, how many bytes, and the offset in the file.
     """
 
     def __init__(self, file: File, tensor: SavedTensor, piece: SavedPiece, memory: PieceMemory) -> None:
@@ -456,7 +420,7 @@ class FileRead:
             self._room.give(self._memory)
 
     def close(self) -> None:
-        """Nothing to give back: the memory is given back with the last reference, as neighbours may share the read."""
+        """Do nothing: neighbours may share the read, and the last reference gives the memory back."""
 
     def wait(self) -> torch.Tensor:
         """The elements, flat. Raises: CheckpointError for other bytes than were saved; StoreError."""
@@ -496,7 +460,7 @@ def read_pieces(
 
 
 class Target(Protocol):
-    """What elements of a tensor are read into: see `Holding`."""
+    """What elements of a tensor are read into, such as a `LocalShard`."""
 
     @property
     def box(self) -> Box:
@@ -504,16 +468,16 @@ class Target(Protocol):
         ...
 
     @property
-    def held(self) -> list[range]:
-        """Those that are wanted."""
+    def wanted(self) -> list[range]:
+        """The elements that are to be read."""
         ...
 
     def chunks(self, elements: range) -> list[range]:
-        """Some of them, in parts that are read at a time."""
+        """Divide elements into parts that are read at a time."""
         ...
 
     def overwritten(self, elements: range) -> AbstractContextManager[torch.Tensor]:
-        """A block that sets a part in memory, from where it goes to where it belongs. The parts come in order."""
+        """Open a block that sets a part in memory, which is then sent to where it belongs. Parts come in order."""
         ...
 
 
@@ -523,12 +487,12 @@ def fill(targets: Iterable[tuple[SavedTensor, Target]], files: Sequence[File], r
     needed = (
         (saved, piece, (target, elements, box))
         for saved, target in targets
-        for held in target.held
-        for elements in target.chunks(held)
+        for wanted in target.wanted
+        for elements in target.chunks(wanted)
         for box, piece in needed_for(saved, target.box, elements)
     )
     with closing(read_pieces(files, needed)) as reads:
-        for (target, elements), pieces in groupby(reads, key=lambda found: found[1][:2]):
+        for (target, elements), pieces in groupby(reads, key=lambda read_and_target: read_and_target[1][:2]):
             with target.overwritten(elements) as memory:
                 for read, (_, _, box) in pieces:
                     copy_common(memory, target.box, elements, read.wait(), box, read.piece.elements)
@@ -536,25 +500,23 @@ def fill(targets: Iterable[tuple[SavedTensor, Target]], files: Sequence[File], r
 
 
 def needed_for(saved: SavedTensor, box: Box, elements: range) -> Iterator[tuple[Box, SavedPiece]]:
-    """The pieces that have any of some elements of a box, each with the box that it is of."""
-    for one in saved.boxes:
-        for piece in _pieces_for(one, box, elements):
-            yield one.box, piece
+    """Give the pieces that have any of some elements of a box, each with the box that it is of.
 
-
-def _pieces_for(source: SavedBox, box: Box, elements: range) -> Iterator[SavedPiece]:
-    other, wanted = source.box, [elements]
-    if other != box:
-        wanted = [other.hull(shared) for part in box.boxes_of(elements) if (shared := part.within(other)) is not None]
-    for numbers in merged(_numbers_with(source.pieces, one) for one in wanted):
-        yield from source.pieces[numbers.start : numbers.stop]
-
-
-def _numbers_with(pieces: Sequence[SavedPiece], elements: range) -> range:
-    """Which of the pieces of a box have any of these elements. A sound manifest has them in order, without gaps: of a
-    large tensor there are many, which are searched for every chunk that is read."""
-    first = bisect_right(pieces, elements.start, key=_start) - 1
-    return range(max(first, 0), bisect_left(pieces, elements.stop, key=_start))
+    A sound manifest has the pieces of a box in order, without gaps. A large tensor has many, which are searched for
+    every chunk that is read.
+    """
+    for shard in saved.boxes:
+        source, pieces, wanted = shard.box, shard.pieces, [elements]
+        if source != box:
+            shared = (part.within(source) for part in box.boxes_of(elements))
+            wanted = [source.hull(part) for part in shared if part is not None]
+        with_any = (
+            range(max(bisect_right(pieces, part.start, key=_start) - 1, 0), bisect_left(pieces, part.stop, key=_start))
+            for part in wanted
+        )
+        for numbers in merged(with_any):
+            for piece in pieces[numbers.start : numbers.stop]:
+                yield source, piece
 
 
 def _start(piece: SavedPiece) -> int:
@@ -563,16 +525,16 @@ def _start(piece: SavedPiece) -> int:
 
 @torch.no_grad()
 def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
-    """All elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
+    """Give all elements of a tensor in order, flat, on the CPU; each piece is valid until the next is asked for.
 
-    Of a tensor that several ranks have parts of, every rank asks for all pieces, and gets the same.
+    Where several ranks have shards of the tensor, every rank asks for all pieces, and gets the same.
     """
     if isinstance(tensor, StoredTensor) and not tensor.views:
         storage, share = tensor.storage, tensor.storage.share
         if share.in_shares:
             share.ranks.meet(f"the gather of {storage.name}")
-        held = storage.refreshed()
-        yield from _of_all_ranks(storage, held) if share.partitioned else _in_windows(held)
+        shard = storage.refreshed()
+        yield from _of_all_ranks(storage, shard) if share.partitioned else _in_order(shard)
         return
     with gathered(tensor) as value:
         value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -580,24 +542,24 @@ def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
         yield value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _in_windows(held: StoredBytes) -> Iterator[torch.Tensor]:
-    """All elements, in order: the next piece is on its way while one is looked at."""
-    itemsize = held.dtype.itemsize
-    parts = pieces_of(range(held.count), itemsize)
-    transfers = (Transfer(len(part) * itemsize, partial(held.window, part.start, len(part)), None) for part in parts)
+def _in_order(shard: StoredBytes) -> Iterator[torch.Tensor]:
+    """Give all elements, in order: the next piece is on its way while one is looked at."""
+    itemsize = shard.dtype.itemsize
+    parts = pieces_of(range(shard.count), itemsize)
+    transfers = (Transfer(len(part) * itemsize, partial(shard.window, part.start, len(part)), None) for part in parts)
     with closing(read_ahead(transfers, 2 * PIECE)) as reads:
         for window, _ in reads:
             yield window.wait()
             window.close()
 
 
-def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.Tensor]:
-    """All elements, in order: each rank sends the pieces of its parts to the others."""
+def _of_all_ranks(storage: TensorStorage, shard: StoredBytes) -> Iterator[torch.Tensor]:
+    """Give all elements, in order: each rank sends the pieces of its parts to the others."""
     share = storage.share
     parts = [(rank, segment.of_rank(rank)) for segment in share.shards.segments for rank in range(share.ranks.shards)]
     for rank, part in ((rank, part) for rank, whole in parts for part in pieces_of(whole, storage.dtype.itemsize)):
         full = torch.empty(len(part), dtype=storage.dtype, device=storage.device.torch_device)
-        window = held.device_window(share.position(part.start), len(part)) if rank == share.ranks.shard else None
+        window = shard.device_window(share.position(part.start), len(part)) if rank == share.ranks.shard else None
         try:
             own = full if window is None else window.wait()
             share.ranks.all_gather(full, own, storage.name, owner=rank).wait()
@@ -613,21 +575,21 @@ _IN_FLIGHT = 64 << 20
 
 @torch.no_grad()
 def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[], None] | None = None) -> None:
-    """As `TensorStorage.set`; to a disk piece by piece, so that not all of the value is in memory once more.
-    `after_piece` is called after each."""
+    """Set a tensor as `TensorStorage.set` does, on a disk piece by piece: not all of the value is in memory once more.
+    `after_piece` is called after each piece."""
     if storage.tier != "nvme":
         storage.set(value)
         return
-    held, elements = storage.settled(), storage.share.cut(value).reshape(-1)
-    for part in pieces_of(range(held.count), held.dtype.itemsize):
-        window = held.window(part.start, len(part), load=False)
+    shard, elements = storage.settled(), storage.share.cut(value).reshape(-1)
+    for part in pieces_of(range(shard.count), shard.dtype.itemsize):
+        window = shard.window(part.start, len(part), load=False)
         try:
-            copy = held.device.download(elements[part.start : part.stop], window.wait())
+            copy = shard.device.download(elements[part.start : part.stop], window.wait())
         except BaseException:
             window.close()
             raise
         window.store(after=copy)
-        held.tiers.limit_writes(_IN_FLIGHT)
+        shard.tiers.limit_writes(_IN_FLIGHT)
         if after_piece is not None:
             after_piece()
     storage.share.stale = False

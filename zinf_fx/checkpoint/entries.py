@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx import cuda
-from zinf_fx.checkpoint.copying import Holding
+from zinf_fx.checkpoint.copying import LocalShard
 from zinf_fx.checkpoint.manifest import SavedTensor
 from zinf_fx.checkpoint.models import by_plain_name, plain_names, unwrapped
 from zinf_fx.checkpoint.values import decode, encode
@@ -36,21 +36,21 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 _SHOWN = 6
 
 
-class Part(Protocol):
+class StateEntry(Protocol):
     """A model, an optimizer, or anything else that is saved under a name of its own.
 
     Attributes:
-        kind: what it is, in the manifest.
+        kind: its kind, in the manifest.
     """
 
     kind: str
 
     def collect(self, collected: Collected) -> dict[str, Any]:
-        """Give all tensors; returns the plain values, as JSON has them. Raises: CheckpointError."""
+        """Add all tensors to `collected`. Returns the plain values, as JSON has them. Raises: CheckpointError."""
         ...
 
     def match(self, values: Mapping[str, Any], matching: Matching) -> None:
-        """Find where what was saved belongs, and note what doesn't. Nothing is changed yet.
+        """Find where what was saved belongs, and note what doesn't fit. Nothing is changed yet.
 
         Raises: CheckpointError for values that can't be read.
         """
@@ -60,13 +60,13 @@ class Collected:
     """The tensors that a rank of `ranks` is to save.
 
     Attributes:
-        tensors: by name, in the order in which they come.
-        same: names of those that are others too, with the names of these.
+        tensors: the shards by name, in the order in which they come.
+        same: other names of tensors, each with the name that the tensor has above.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
-        self.tensors: dict[str, Holding] = {}
+        self.tensors: dict[str, LocalShard] = {}
         self.same: dict[str, str] = {}
         self._names: dict[tuple, str] = {}
 
@@ -76,16 +76,16 @@ class Collected:
             raise CheckpointError(f"{name!r} can't be saved: its name has characters that can't be printed; rename it")
         if name in self.tensors or name in self.same:
             raise CheckpointError(f"two tensors to save have the name '{name}': rename one")
-        holding = Holding.of(tensor, name)
-        first = self._names.setdefault(holding.identity, name)
+        shard = LocalShard.of(tensor, name)
+        first = self._names.setdefault(shard.identity, name)
         if first == name:
-            self.tensors[name] = holding
+            self.tensors[name] = shard
         else:
             self.same[name] = first
         return name
 
     def keep(self, tensor: torch.Tensor, name: str) -> str:
-        """The same, of a tensor among plain values. One that may be another on each rank gets another name there."""
+        """Save a tensor that stands among plain values, under a name of this rank where ranks may have other values."""
         if self.ranks > 1 and type(tensor) is torch.Tensor:
             flat = tensor.detach().cpu().contiguous()
             name = f"{name}@{crc32c_at(flat.data_ptr(), flat.nbytes):08x}"
@@ -96,21 +96,21 @@ class Matching:
     """Where the tensors of a checkpoint belong, what is done before and after they are read, and what doesn't fit.
 
     Attributes:
-        left_out: how the names of parameters of models that are left out begin.
-        rank, ranks: this one's number, and how many there are; `ranks_then`: how many there were.
-        targets: what is to be read, and for what.
-        begin, end: what is done before and after the tensors are read; what can fail is done before.
-        differences: between the checkpoint and what is to be loaded, in words, besides those of tensors.
-        wanted: the names of tensors that were asked for; `prefixes`: how those begin of which all have to be.
+        left_out: prefixes of the names of parameters whose models are left out.
+        rank, ranks: this rank and how many there are; `ranks_then`: how many saved the checkpoint.
+        targets: saved tensors that are to be read, each with the shard that they are read into.
+        begin, end: functions to call before and after the tensors are read; what can fail is called before.
+        differences: how the checkpoint and what is to be loaded differ, in words, besides their tensors.
+        wanted: names of tensors that were asked for; `prefixes`: all saved names that begin so must be asked for.
     """
 
     def __init__(
         self, saved: Mapping[str, SavedTensor], left_out: Iterable[str], rank: int, ranks: int, ranks_then: int
     ) -> None:
-        """`left_out`: the names of parts."""
+        """`left_out`: names of entries."""
         self.left_out = tuple(f"{name}/" for name in left_out)
         self.rank, self.ranks, self.ranks_then = rank, ranks, ranks_then
-        self.targets: list[tuple[SavedTensor, Holding]] = []
+        self.targets: list[tuple[SavedTensor, LocalShard]] = []
         self.begin: list[Callable[[], None]] = []
         self.end: list[Callable[[], object]] = []
         self.differences: list[str] = []
@@ -121,23 +121,24 @@ class Matching:
         self._taken: dict[tuple, tuple[str, str]] = {}
 
     def saved(self, name: str) -> SavedTensor:
-        """The tensor of this name. Raises: CheckpointError if the checkpoint has none."""
+        """Return the tensor of this name. Raises: CheckpointError if the checkpoint has none."""
         if name not in self._saved:
             raise CheckpointError(f"the checkpoint names a tensor '{name}' that it doesn't have: it is damaged")
         return self._saved[name]
 
     def pass_over(self, names: Set[str]) -> None:
-        """Tensors of these names, also of one rank alone, are in the checkpoint, and nobody is to have them."""
-        self.wanted |= {one for one in self._saved if one in names or one.rpartition("@")[0] in names}
+        """Let nobody have the saved tensors of these names, nor those that one rank alone saved under them."""
+        self.wanted |= {name for name in self._saved if name in names or name.rpartition("@")[0] in names}
 
     def all_differences(self, wanted: Collection[str]) -> list[str]:
-        """Those of tensors, which others follow from, first. `wanted`: the names that any rank wants."""
-        of_parts = (name for name in self._saved if name.startswith(tuple(self.prefixes)))
-        unexpected = (f"'{name}' is in the checkpoint alone" for name in of_parts if name not in wanted)
+        """Return all differences: those of tensors, which others follow from, first. `wanted`: names that any rank
+        wants."""
+        of_entries = (name for name in self._saved if name.startswith(tuple(self.prefixes)))
+        unexpected = (f"'{name}' is in the checkpoint alone" for name in of_entries if name not in wanted)
         return [*self._of_tensors, *unexpected, *self.differences]
 
     def in_memory(self, name: str) -> torch.Tensor:
-        """An ordinary tensor into which the saved one of this name is read."""
+        """Return an ordinary tensor into which the saved one of this name is read."""
         saved = self.saved(name)
         if name in self.wanted:
             raise CheckpointError(f"the checkpoint names the tensor '{name}' twice: it is damaged")
@@ -151,15 +152,15 @@ class Matching:
         if name not in self._saved:
             self._of_tensors.append(f"'{name}' is not in the checkpoint")
             return
-        saved, holding = self._saved[name], Holding.of(tensor, name)
-        if saved.shape != holding.shape:
-            self._of_tensors.append(f"'{name}' has shape {holding.shape}, and {saved.shape} in the checkpoint")
-        elif saved.dtype != holding.dtype:
-            self._of_tensors.append(f"'{name}' has dtype {holding.dtype}, and {saved.dtype} in the checkpoint")
+        saved, shard = self._saved[name], LocalShard.of(tensor, name)
+        if saved.shape != shard.shape:
+            self._of_tensors.append(f"'{name}' has shape {shard.shape}, and {saved.shape} in the checkpoint")
+        elif saved.dtype != shard.dtype:
+            self._of_tensors.append(f"'{name}' has dtype {shard.dtype}, and {saved.dtype} in the checkpoint")
         else:
-            other, source = self._taken.setdefault(holding.identity, (name, saved.name))
+            other, source = self._taken.setdefault(shard.identity, (name, saved.name))
             if other == name:
-                self.targets.append((saved, holding))
+                self.targets.append((saved, shard))
             elif source != saved.name:
                 self._of_tensors.append(f"'{name}' and '{other}' are one tensor, and two in the checkpoint")
 
@@ -171,23 +172,23 @@ class Matching:
 
 
 def listed(differences: list[str]) -> str:
-    """The first of some differences, in words."""
+    """Say the first of some differences in words."""
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     return "; ".join(differences[:_SHOWN]) + more
 
 
 FORMATS = "quantised"
-"""Of the plain values, by the names of quantised tensors, how their bytes become values."""
+"""The plain value that says, by the names of quantised tensors, how their bytes become values."""
 
 SHAPES = "quantised_shapes"
-"""Of the plain values, by the same names, the shapes of these values, which their bytes don't say."""
+"""The plain value with the shapes of these values, which their bytes don't say."""
 
 COMPOSED = "composed"
-"""Of the plain values, by the names of tensors that were saved as those that they are made of, of what class they are,
-and what else that says of them."""
+"""The plain value that says, by the names of tensors that were saved as those that they are made of, their class and
+what else that says of them."""
 
 
-class ModulePart:
+class ModuleEntry:
     """A model, whose members have the names that they have without what wraps it."""
 
     kind = "module"
@@ -223,12 +224,12 @@ class ModulePart:
         matching.prefixes.append(f"{self.name}/")
         matching.compare(f"extra state of {self.name}:", extra, values["extra"])
         if extra:
-            found = {name: decode(one, matching.in_memory) for name, one in values["extra"].items()}
-            matching.end.append(lambda: self._load_extra(found))
+            state = {name: decode(value, matching.in_memory) for name, value in values["extra"].items()}
+            matching.end.append(lambda: self._load_extra(state))
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, list[str]]]:
-        """What `state_dict()` gives: tensors, but those of a base that can't change, and extra state. In the place of
-        tensors that are made of several come these, by their names behind it; what such are comes by their names."""
+        """Divide `state_dict()` into tensors, extra state, and the classes of tensors that are made of others, by name.
+        Such a tensor is replaced by those that it is made of; those of a base that can't change are left out."""
         state = by_plain_name(self.module, self.module.state_dict().items())
         tensors: dict[str, torch.Tensor] = {}
         composed: dict[str, list[str]] = {}
@@ -238,22 +239,22 @@ class ModulePart:
         extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         return {name: tensor for name, tensor in tensors.items() if not is_read_only(tensor)}, extra, composed
 
-    def _load_extra(self, found: Mapping[str, Any]) -> None:
+    def _load_extra(self, state: Mapping[str, Any]) -> None:
         names = plain_names(self.module, self.module.state_dict())
-        self.module.load_state_dict({n: found[own] for n, own in names.items() if own in found}, strict=False)
+        self.module.load_state_dict({n: state[own] for n, own in names.items() if own in state}, strict=False)
 
 
 def _take_apart(
     tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor], composed: dict[str, list[str]]
 ) -> None:
-    """Add a tensor, or those that it is made of and what it is, by its name."""
-    if not (parts := made_of(tensor)):
+    """Add a tensor to `tensors`, or those that it is made of, and its class to `composed`."""
+    if not (inner := made_of(tensor)):
         tensors[name] = tensor
         return
     assert is_traceable_wrapper_subclass(tensor)
     composed[name] = [f"{type(tensor).__module__}.{type(tensor).__qualname__}", repr(tensor.__tensor_flatten__()[1])]
-    for attribute, part in parts.items():
-        _take_apart(part, f"{name}.{attribute}", tensors, composed)
+    for attribute, tensor in inner.items():
+        _take_apart(tensor, f"{name}.{attribute}", tensors, composed)
 
 
 def _class_words(what: list[str] | None) -> str:
@@ -261,7 +262,7 @@ def _class_words(what: list[str] | None) -> str:
 
 
 def format_of(tensor: torch.Tensor) -> list[str] | None:
-    """The format and dtype of a quantised tensor, and whether it is transposed, as JSON has them."""
+    """Return the format and dtype of a quantised tensor, and whether it is transposed, as JSON has them."""
     quantised = tensor.quantised if isinstance(tensor, StoredTensor) else None
     if quantised is None:
         return None
@@ -270,7 +271,7 @@ def format_of(tensor: torch.Tensor) -> list[str] | None:
 
 
 def of_format(how: Sequence[str]) -> Quantised:
-    """What `format_of` says, read again."""
+    """Read what `format_of` returned."""
     form, dtype, *transposed = how
     return Quantised(form, dtypes()[dtype], bool(transposed))
 
@@ -285,15 +286,15 @@ def is_read_only(tensor: torch.Tensor) -> bool:
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """The name of each parameter of a model; the first, where it has several."""
+    """Return the name of each parameter of a model; the first, where it has several."""
     module = unwrapped(module)
-    return {one: name for name, one in by_plain_name(module, module.named_parameters()).items()}
+    return {parameter: name for name, parameter in by_plain_name(module, module.named_parameters()).items()}
 
 
 LOADED_IN_PART = TornStep("a checkpoint was loaded in part", (), (), ())
 
 
-class OptimizerPart:
+class OptimizerEntry:
     """An optimizer of `zinf_fx.optim` or of PyTorch. Parameters have the names that models give them, others their
     number in the optimizer."""
 
@@ -306,25 +307,24 @@ class OptimizerPart:
         self.optimizer = optimizer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._names = [names.get(parameter, f"#{number}") for number, parameter in enumerate(self._parameters)]
+        self._kept_options: list[dict[str, Any]] | None = None
 
-        self._held_options: list[dict[str, Any]] | None = None
-
-    def hold_options(self) -> None:
-        """Collect the options of the groups as they are now, whatever a scheduler does meanwhile."""
-        self._held_options = [copy.deepcopy(_options(group)) for group in self.optimizer.param_groups]
+    def keep_options(self) -> None:
+        """Save the options of the groups as they are now, whatever a scheduler does meanwhile."""
+        self._kept_options = [copy.deepcopy(_options(group)) for group in self.optimizer.param_groups]
 
     def collect(self, collected: Collected) -> dict[str, Any]:
-        found = self.optimizer.state_dict()
+        state_dict = self.optimizer.state_dict()
         groups = []
-        for number, group in enumerate(found["param_groups"]):
-            options = _options(group) if self._held_options is None else self._held_options[number]
+        for number, group in enumerate(state_dict["param_groups"]):
+            options = _options(group) if self._kept_options is None else self._kept_options[number]
             encoded = encode(options, f"{self.name}.param_groups[{number}]", collected.keep)
             groups.append({"params": [self._names[index] for index in group["params"]], "options": encoded})
         state = {}
-        for index, entry in found["state"].items():
+        for index, states in state_dict["state"].items():
             what = f"{self.name}/{self._names[index]}"
-            state[self._names[index]] = {k: encode(v, f"{what}.{k}", collected.keep) for k, v in entry.items()}
-        rest = {name: value for name, value in found.items() if name not in ("state", "param_groups")}
+            state[self._names[index]] = {k: encode(v, f"{what}.{k}", collected.keep) for k, v in states.items()}
+        rest = {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
         rest = encode(rest, self.name, collected.keep)
         return {"class": self._class, "groups": groups, "state": state, "rest": rest}
 
@@ -351,7 +351,7 @@ class OptimizerPart:
         matching.begin.append(partial(self._load, {**rest, "state": state, "param_groups": groups}))
 
     def _groups(self, saved: Sequence[Mapping[str, Any]], matching: Matching) -> list[dict[str, Any]] | None:
-        """The groups as a state dict has them, with saved options; None: those that were saved are others."""
+        """Return the groups as a state dict has them, with saved options; None where other groups were saved."""
         mine = self.optimizer.param_groups
         if len(mine) != len(saved):
             matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
@@ -359,7 +359,7 @@ class OptimizerPart:
         groups, first = [], 0
         for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
             params = range(first, first + len(group["params"]))
-            names, first = [self._names[one] for one in params], params.stop
+            names, first = [self._names[index] for index in params], params.stop
             matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
             if set(names) == set(other["params"]):
                 groups.append({**decode(other["options"], matching.in_memory), "params": list(params)})
@@ -373,8 +373,8 @@ class OptimizerPart:
     def _entry(
         self, parameter: torch.Tensor, entry: Mapping[str, Any], group: dict[str, Any], matching: Matching
     ) -> dict[str, Any]:
-        """The state of a parameter, with tensors into which the saved ones are to be read. What this optimizer keeps in
-        another form is read into tensors of the saved form, and converted when everything is there."""
+        """Return the state of a parameter, with tensors into which the saved ones are read. What this optimizer keeps
+        in another form is read into tensors of the saved form, and converted when everything is there."""
         stored = stored_parameter(parameter)
         optimizer = self.optimizer if stored is not None and isinstance(self.optimizer, Streamed) else None
         present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
@@ -396,14 +396,13 @@ class OptimizerPart:
             return space
 
         states_first = sorted(entry, key=lambda key: kind_of(key, entry) is not None)
-        found = {key: decode(entry[key], partial(find, key)) for key in states_first}
+        state = {key: decode(entry[key], partial(find, key)) for key in states_first}
         if stored is not None and others:
             matching.end.append(partial(self._convert, stored, others))
         mine = {name for key in others for name in (key, companion_of(key))} & spaces.keys()
-        return {key: value for key, value in found.items() if key not in others} | {key: spaces[key] for key in mine}
+        return {key: value for key, value in state.items() if key not in others} | {key: spaces[key] for key in mine}
 
     def _convert(self, parameter: StoredTensor, others: dict[str, StoredTensor]) -> None:
-        """Take over states of a parameter that were saved in another form."""
         assert isinstance(self.optimizer, Streamed)
         try:
             self.optimizer.take_entries({parameter: others})
@@ -440,14 +439,14 @@ def _is_in_another_form(space: object, saved: SavedTensor) -> bool:
 
 
 def _in_form(parameter: StoredTensor, saved: SavedTensor, kind: Companion | None) -> StoredTensor:
-    """A tensor for a saved state of a parameter or for its companion, of a kind, without values yet."""
+    """Return a tensor without values yet, for a saved state of a parameter or for its companion of a kind."""
     storage = parameter.storage
     space = storage.for_state(saved.dtype) if kind is None else storage.for_companion(kind.dtype, kind.elements)
     return StoredTensor.of(space, parameter.shape if kind is None else saved.shape, parameter.device)
 
 
 def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
-    """A tensor for a saved state of a parameter, without values yet: of its shape, where such states live."""
+    """Return a tensor without values yet for a saved state of a parameter: of its shape, where such states live."""
     stored = stored_parameter(parameter)
     if tuple(parameter.shape) != saved.shape:
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
@@ -456,26 +455,25 @@ def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
     return stored.shown(StoredTensor.of(stored.storage.for_state(saved.dtype), stored.shape, stored.device))
 
 
-class GradientsPart:
-    """The `grad` of each parameter of all models that has one. One that was consumed in backward is none."""
+class GradientsEntry:
+    """The `grad` of each parameter of all models that has one, unless backward consumed it."""
 
     kind = "gradients"
     name = "gradients"
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
-        """`names`: those of the parameters."""
+        """`names`: the parameters' names."""
         self._names = names
 
     @property
     def is_filled(self) -> bool:
         """Whether there is any gradient."""
-        return any(one.grad is not None and not _is_gone(one.grad) for one in self._names)
+        return any(_gradient_of(parameter) is not None for parameter in self._names)
 
     def collect(self, collected: Collected) -> dict[str, Any]:
         of: dict[str, dict[str, bool]] = {}
         for parameter, name in self._names.items():
-            gradient = parameter.grad
-            if gradient is not None and not _is_gone(gradient):
+            if (gradient := _gradient_of(parameter)) is not None:
                 of[name] = {"alone": _is_alone(gradient)}
                 collected.add(gradient, self._full_name(name, collected.rank if _is_alone(gradient) else None))
         return {"of": of}
@@ -508,23 +506,22 @@ class GradientsPart:
             matching.begin.append(partial(_set, parameter, gradients.get(name)))
 
     def _full_name(self, name: str, rank: int | None) -> str:
-        """`rank`: of a gradient that is of one alone."""
         return f"{self.name}/{name}" + ("" if rank is None else f"@{rank}")
 
 
-def _is_gone(gradient: torch.Tensor) -> bool:
-    local = local_part(gradient)
-    return isinstance(local, StoredTensor) and isinstance(local.storage, AbstractStorage)
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient, unless backward consumed it."""
+    local = None if parameter.grad is None else local_part(parameter.grad)
+    is_consumed = isinstance(local, StoredTensor) and isinstance(local.storage, AbstractStorage)
+    return None if is_consumed else parameter.grad
 
 
 def _is_alone(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is of this rank alone."""
     local = local_part(gradient)
     return isinstance(local, StoredTensor) and local.storage.share.unreduced
 
 
 def _space(parameter: torch.Tensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
-    """A gradient without values yet."""
     stored = stored_parameter(parameter)
     if stored is not None:
         return stored.shown(new_gradient(stored, dtype, reduced=reduced))
@@ -539,7 +536,7 @@ def _set(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         parameter.grad = gradient
 
 
-class RandomPart:
+class RandomEntry:
     """PyTorch's generators, of the CPU and of each CUDA device in use, Python's, and NumPy's where it is imported."""
 
     kind = "random"
@@ -559,7 +556,7 @@ class RandomPart:
 
 
 def _setters() -> dict[str, Callable[[Any], None]]:
-    """What sets the states of the generators that are here."""
+    """Return the functions that set the states of the generators that are here."""
     setters: dict[str, Callable[[Any], None]] = {"torch": torch.set_rng_state, "python": random.setstate}
     if cuda.is_available():
         setters["cuda"] = cuda.set_random_states
@@ -570,18 +567,18 @@ def _setters() -> dict[str, Callable[[Any], None]]:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """As torch.distributed.checkpoint's: what can be saved and loaded by a dict."""
+    """A protocol like that of torch.distributed.checkpoint: what can be saved and loaded by a dict."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is to be saved."""
+        """Return all that is to be saved."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Be as what `state_dict` gave."""
+        """Take what `state_dict` returned."""
 
 
-class StatePart:
-    """What has `state_dict` and `load_state_dict`, made of plain values and tensors, or a random generator."""
+class StatefulEntry:
+    """An object with `state_dict` and `load_state_dict` of plain values and tensors, or a random generator."""
 
     def __init__(self, name: str, owner: Stateful | torch.Generator) -> None:
         self.name = name
@@ -597,7 +594,7 @@ class StatePart:
         matching.end.append(partial(self._set, decode(values["state"], matching.in_memory)))
 
 
-class ValuePart:
+class ValueEntry:
     """A plain value, which is given back when it is loaded."""
 
     kind = "value"
@@ -610,85 +607,75 @@ class ValuePart:
 
 
 LARGEST = 16 << 20
-"""Bytes of tensors in memory that are copied to hold a part, at most."""
+"""Bytes of tensors in memory that a snapshot copies, at most."""
 
 
 class TooLargeError(Exception):
-    """A part has more in memory than is copied."""
+    """An entry has more in memory than a snapshot copies."""
 
 
-class HeldPart:
-    """A part with the values and the tensors in memory that it had at construction. Elements of stored tensors, which
+class EntrySnapshot(Collected):
+    """An entry with the values and the tensors in memory that it had at construction. Elements of stored tensors, which
     only steps change, are read when it is collected.
 
     Attributes:
-        part: the part itself.
+        entry: the entry itself.
     """
 
-    def __init__(self, part: Part | ValuePart) -> None:
+    def __init__(self, entry: StateEntry | ValueEntry) -> None:
         """Raises: TooLargeError; CheckpointError as `collect`."""
-        self.part, self.kind = part, part.kind
-        copies = _Copies()
-        self._values = part.collect(copies)
-        self._tensors = copies.made
-
-    def collect(self, collected: Collected) -> dict[str, Any]:
-        for name, tensor in self._tensors.items():
-            collected.add(tensor, name)
-        return self._values
-
-
-class _Copies(Collected):
-    """Collects copies of what is in memory.
-
-    Attributes:
-        made: by name, the copies, and stored tensors themselves.
-    """
-
-    def __init__(self) -> None:
         super().__init__()
-        self.made: dict[str, torch.Tensor] = {}
+        self.entry, self.kind = entry, entry.kind
+        self._copies: dict[str, torch.Tensor] = {}  # and stored tensors themselves
         self._nbytes = 0
+        self._values = entry.collect(self)
 
     def add(self, tensor: torch.Tensor, name: str) -> str:
+        """Copy a tensor that is in memory."""
         super().add(tensor, name)
         if name in self.same:
-            self.made[name] = self.made[self.same[name]]
+            self._copies[name] = self._copies[self.same[name]]
         elif isinstance(local_part(tensor), StoredTensor):
-            self.made[name] = tensor
+            self._copies[name] = tensor
         else:
             self._nbytes += tensor.nbytes
             if self._nbytes > LARGEST:
                 raise TooLargeError
-            self.made[name] = tensor.detach().clone()
+            self._copies[name] = tensor.detach().clone()
         return name
 
+    def collect(self, collected: Collected) -> dict[str, Any]:
+        """Collect what the entry was at construction."""
+        for name, tensor in self._copies.items():
+            collected.add(tensor, name)
+        return self._values
 
-Parts = Mapping[str, Part | ValuePart | HeldPart]
+
+StateEntries = Mapping[str, StateEntry | ValueEntry | EntrySnapshot]
 
 MODEL, OPTIMIZER = "model", "optimizer"
-_OURS = (GradientsPart.name, RandomPart.name)
+_OURS = (GradientsEntry.name, RandomEntry.name)
 
 
-def parts_of(model: torch.nn.Module, optimizer: Optimizer | None, extra: Mapping[str, object]) -> Parts:
-    """The parts of a training, by their names. Raises: CheckpointError for what is no model or optimizer."""
+def state_entries(model: torch.nn.Module, optimizer: Optimizer | None, extra: Mapping[str, object]) -> StateEntries:
+    """Return a training's state entries by their names. Raises: CheckpointError for what is no model or optimizer."""
     _check(model, optimizer, extra)
     named = {MODEL: model, **({} if optimizer is None else {OPTIMIZER: optimizer}), **extra}
     names: dict[torch.Tensor, str] = {}
-    for name, one in named.items():
-        if isinstance(one, torch.nn.Module):
+    for name, owner in named.items():
+        if isinstance(owner, torch.nn.Module):
             prefix = "" if name == MODEL else f"{name}/"
-            names = {p: prefix + its_name for p, its_name in parameter_names(one).items()} | names
-    parts = {name: _part(name, one, names) for name, one in named.items()}
-    return parts | {GradientsPart.name: GradientsPart(names), RandomPart.name: RandomPart()}
+            names = {p: prefix + its_name for p, its_name in parameter_names(owner).items()} | names
+    entries = {name: _entry(name, owner, names) for name, owner in named.items()}
+    return entries | {GradientsEntry.name: GradientsEntry(names), RandomEntry.name: RandomEntry()}
 
 
-def _part(name: str, one: object, names: Mapping[torch.Tensor, str]) -> Part | ValuePart:
-    if isinstance(one, torch.nn.Module):
-        return ModulePart(name, one)
-    if isinstance(one, Optimizer):
-        return OptimizerPart(name, one, names)
-    return StatePart(name, one) if isinstance(one, (Stateful, torch.Generator)) else ValuePart(name, one)
+def _entry(name: str, owner: object, names: Mapping[torch.Tensor, str]) -> StateEntry | ValueEntry:
+    if isinstance(owner, torch.nn.Module):
+        return ModuleEntry(name, owner)
+    if isinstance(owner, Optimizer):
+        return OptimizerEntry(name, owner, names)
+    return StatefulEntry(name, owner) if isinstance(owner, (Stateful, torch.Generator)) else ValueEntry(name, owner)
 
 
 def _check(model: object, optimizer: object, extra: Mapping[str, object]) -> None:
@@ -704,33 +691,33 @@ def _check(model: object, optimizer: object, extra: Mapping[str, object]) -> Non
             raise CheckpointError(f"'{name}' is no name for what else is saved: choose another one")
 
 
-def streamed_in(parts: Parts) -> list[Streamed]:
-    """The optimizers of `zinf_fx.optim`."""
-    optimizers = [part.optimizer for part in parts.values() if isinstance(part, OptimizerPart)]
-    return [one for one in optimizers if isinstance(one, Streamed)]
+def streamed_in(entries: StateEntries) -> list[Streamed]:
+    """Return the optimizers of `zinf_fx.optim`."""
+    optimizers = [entry.optimizer for entry in entries.values() if isinstance(entry, OptimizerEntry)]
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, Streamed)]
 
 
-def modules_in(parts: Parts) -> list[torch.nn.Module]:
-    """The models, the one that is called so first."""
-    present = [part.part if isinstance(part, HeldPart) else part for part in parts.values()]
-    return [part.module for part in present if isinstance(part, ModulePart)]
+def modules_in(entries: StateEntries) -> list[torch.nn.Module]:
+    """Return the models, beginning with the one that is called so."""
+    present = [entry.entry if isinstance(entry, EntrySnapshot) else entry for entry in entries.values()]
+    return [entry.module for entry in present if isinstance(entry, ModuleEntry)]
 
 
-def unwritten_in(parts: Parts) -> set[int]:
-    """The keys of the storages of frozen parameters, which no step rewrites."""
-    frozen = (p for module in modules_in(parts) for p in module.parameters() if not p.requires_grad)
+def unwritten_in(entries: StateEntries) -> set[int]:
+    """Return the keys of the storages of frozen parameters, which no step rewrites."""
+    frozen = (p for module in modules_in(entries) for p in module.parameters() if not p.requires_grad)
     return {stored.storage.key for parameter in frozen for stored in stored_in(parameter)}
 
 
 @contextmanager
-def between_steps(parts: Parts, *, whole: bool) -> Iterator[None]:
-    """A block in which nothing else changes the training. With `whole`, no step has been torn.
+def between_steps(entries: StateEntries, *, whole: bool) -> Iterator[None]:
+    """Open a block in which nothing else changes the training. With `whole`, no step may have ended in part.
 
     Raises: OptimizerError after a torn step, or in the middle of one that began in backward; StoreError.
     """
     with ExitStack() as rooms:
         rooms.enter_context(RUNNING.turn())
-        for optimizer in streamed_in(parts):
+        for optimizer in streamed_in(entries):
             if whole:
                 rooms.enter_context(optimizer.between_steps())
             elif optimizer.torn is None:

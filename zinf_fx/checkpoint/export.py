@@ -50,7 +50,7 @@ def export_safetensors(model: torch.nn.Module, directory: str | Path, max_shard_
 
 @held_back
 def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = FILES) -> None:
-    """As `export_safetensors`, with `limit` bytes in a file."""
+    """Export as `export_safetensors` does, with `limit` bytes in a file."""
     wrapped, model = model, unwrapped(model)
     tensors = tensors_of(model)
     everyone = Everyone(wrapped, tensors.values())
@@ -81,7 +81,6 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
 
 
 def _write_configuration(model: torch.nn.Module, folder: Path) -> None:
-    """Of a model of transformers, what its `save_pretrained` says of it besides the weights."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
@@ -113,12 +112,12 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return len(self.begin) + sum(place.kind.nbytes for place in self.places.values())
 
 
 def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
-    """Tensors, in their order, as many in a file as are within the limit together."""
+    """Divide tensors, in their order, into as many per file as stay within the limit together."""
     groups: list[dict[str, Kind]] = [{}]
     nbytes = 0
     for name, kind in kinds.items():
@@ -131,8 +130,8 @@ def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
 
 
 def shards_for(groups: list[dict[str, Kind]], folder: Path, directory: Path) -> list[Shard]:
-    """The files, in `folder`, under names that no file of several has in `directory`."""
-    taken = {int(found[1] or 1) for found in map(_SHARD.fullmatch, _names_in(directory)) if found}
+    """Return the files in `folder`, under names that no shard in `directory` has."""
+    taken = {int(match[1] or 1) for match in map(_SHARD.fullmatch, _names_in(directory)) if match}
     number = next(number for number in itertools.count(1) if number not in taken)
     prefix = "model" if number == 1 else f"model-{number}"
     names = [f"{prefix}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zinf_fx.checkpoint import files as freeing
 from zinf_fx.errors import CheckpointError, StoreError, ZinfError
 from zinf_fx.native.engine import READ, WRITE, Engine, File, FileTicket, direct_alignment, is_direct
 from zinf_fx.regular_files import NotRegularError, check_regular, open_regular
@@ -41,8 +40,8 @@ _HINTS = {
 
 
 class Files:
-    """What is done to files while a checkpoint is written, in the order in which it is done. Tests put others, which
-    fail or forget, in its place."""
+    """What is done to files while a checkpoint is written, in the order in which it is done. Tests replace it by
+    others, which fail or forget."""
 
     def make_directory(self, path: Path) -> None:
         """Make it, if it is not there, in one that is."""
@@ -61,7 +60,7 @@ class Files:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            freeing.wait_for_room()
+            wait_for_room()
             os.posix_fallocate(fd, 0, nbytes)
 
     def start_write(self, file: File, address: int, offset: int, nbytes: int, owner: object) -> FileTicket:
@@ -92,7 +91,7 @@ class Files:
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there. Bytes of a large one are given back behind the caller."""
-        freeing.remove(path)
+        remove(path)
 
 
 FILES = Files()
@@ -100,8 +99,8 @@ FILES = Files()
 
 @contextmanager
 def refusals(attempt: str, path: Path) -> Iterator[None]:
-    """Errors of the operating system in the block are raised as CheckpointErrors: what was attempted at `path`, what
-    was found, and what to do."""
+    """Open a block whose errors of the operating system are raised as CheckpointErrors. They say what was attempted at
+    `path`, what was found, and what to do."""
     try:
         yield
     except ZinfError:
@@ -121,7 +120,7 @@ def lies_within(path: str) -> bool:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """A block in which no other process saves to the directory. Raises: CheckpointError when one does."""
+    """Open a block in which no other process saves to the directory. Raises: CheckpointError when one does."""
     path, pid = directory / LOCK, os.getpid()
     while True:
         with refusals("saving a checkpoint", path):
@@ -139,7 +138,6 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _made_or_there(path: Path) -> int:
-    """A descriptor of the lock's file."""
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -162,7 +160,6 @@ def _lock(fd: int, directory: Path) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file still has the name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -172,11 +169,11 @@ def _is_at(fd: int, path: Path) -> bool:
 def make_directory(files: Files, directory: Path) -> None:
     """Make a directory, and those above it, as far as they are not there: the names of those that were made are on the
     device then."""
-    missing = list(itertools.takewhile(lambda one: not one.exists(), (directory, *directory.parents)))
-    for one in reversed(missing or [directory]):
-        files.make_directory(one)
+    missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
+    for path in reversed(missing or [directory]):
+        files.make_directory(path)
         if missing:
-            sync(files, one.parent)
+            sync(files, path.parent)
 
 
 def sync(files: Files, path: Path) -> None:
@@ -229,7 +226,7 @@ def wait_for_room() -> None:
 
 
 def _opened_if_large(path: Path) -> int | None:
-    """A descriptor of a file that is given back with its last name; None of others, and of one that can't be opened."""
+    """Return a descriptor of a file that is freed with its last name; None for others, and where it can't be opened."""
     try:
         info = path.lstat()
         if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and taken_by(info) >= LARGE:
@@ -248,8 +245,8 @@ _FOLDER = ".zinf-unfinished"
 
 @contextmanager
 def unfinished(directory: Path, files: Files) -> Iterator[Path]:
-    """A folder for new files in `directory`, which is made where it is missing. What was not renamed from there by the
-    end of the block is removed.
+    """Give a folder for new files in `directory`, which is made where it is missing. What was not renamed from there by
+    the end of the block is removed.
 
     Raises: CheckpointError where somebody else writes there, or nobody can.
     """
@@ -322,7 +319,8 @@ class OpenFiles(Sequence[File]):
         self._open: OrderedDict[int, tuple[int, File]] = OrderedDict()
 
     def __getitem__(self, number: int) -> File:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
-        """The file. Raises: CheckpointError, StoreError when it can't be opened; OSError of one that makes room."""
+        """Return the file. Raises: CheckpointError, StoreError when it can't be opened; OSError of one that makes
+        room."""
         if number not in self._open:
             while len(self._open) >= AT_ONCE:
                 self._end_oldest()
@@ -334,12 +332,12 @@ class OpenFiles(Sequence[File]):
         return len(self._paths)
 
     def end(self) -> None:
-        """All was read or written: what was written is on the device when this returns. Raises: OSError."""
+        """Close all files. What was written is on the device when this returns. Raises: OSError."""
         while self._open:
             self._end_oldest()
 
     def close(self) -> None:
-        """Give back what is open."""
+        """Close what is open."""
         while self._open:
             fd, file = self._open.popitem()[1]
             file.detach()
@@ -369,41 +367,41 @@ class OpenFiles(Sequence[File]):
 
 @contextmanager
 def opened(paths: Sequence[Path], files: Files | None = None) -> Iterator[Sequence[File]]:
-    """A block in which an engine works on files, which have a page at least: that of the first provider that can. With
-    `files` they are written, and on the device when the block ended well.
+    """Open files, of a page at least, for a block, with the engine of the first provider that can read them. With
+    `files` they are written, and are on the device when the block has ended well.
 
     Raises: StoreError when none can; CheckpointError when a file can't be opened; OSError.
     """
     if not paths:
         yield ()
         return
-    several = _working(paths, files)
+    open_files = _working(paths, files)
     try:
-        yield several
-        several.end()
+        yield open_files
+        open_files.end()
     finally:
-        several.close()
+        open_files.close()
 
 
 def _working(paths: Sequence[Path], files: Files | None) -> OpenFiles:
-    """The files, for the first provider's engine that can read one of them."""
+    """Open the files with the first provider's engine that can read one of them."""
     refused: dict[str, str] = {}
     for provider in candidates("auto", False):
-        several = None
+        open_files = None
         try:
-            several = OpenFiles(paths, provider, files)
+            open_files = OpenFiles(paths, provider, files)
             page = aligned_empty(PAGE)
-            several[0].submit(READ, page.data_ptr(), 0, PAGE, page).wait()
+            open_files[0].submit(READ, page.data_ptr(), 0, PAGE, page).wait()
         except BaseException as error:
-            if several is not None:
-                several.close()
+            if open_files is not None:
+                open_files.close()
             if not isinstance(error, StoreError) or error.errno in FATAL_FOR_EVERY_PROVIDER:
                 raise
             refused[provider] = str(error)
         else:
             level = logging.INFO if is_direct(provider) else logging.WARNING
             log.log(level, "checkpoint in %s: I/O by %s%s", paths[0].parent, provider, listed(refused))
-            return several
+            return open_files
     raise StoreError("open", paths[0], f"no I/O provider works here{listed(refused)}")
 
 

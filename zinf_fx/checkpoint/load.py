@@ -14,19 +14,19 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
-from zinf_fx.checkpoint.copying import Holding, fill, read_pieces
+from zinf_fx.checkpoint.copying import LocalShard, fill, read_pieces
 from zinf_fx.checkpoint.entries import (
     LOADED_IN_PART,
     OPTIMIZER,
-    HeldPart,
+    EntrySnapshot,
     Matching,
-    Parts,
-    RandomPart,
-    ValuePart,
+    RandomEntry,
+    StateEntries,
+    ValueEntry,
     between_steps,
     listed,
     modules_in,
-    parts_of,
+    state_entries,
     streamed_in,
     unwritten_in,
 )
@@ -41,7 +41,7 @@ from zinf_fx.checkpoint.manifest import (
     read_manifest,
 )
 from zinf_fx.checkpoint.models import all_ranks, together
-from zinf_fx.checkpoint.sharing import Adoption
+from zinf_fx.checkpoint.sharing import ZeroCopyLoad
 from zinf_fx.checkpoint.values import decode
 from zinf_fx.errors import CheckpointError, StoreError, UnfitValueError
 from zinf_fx.interrupts import held_back
@@ -62,16 +62,18 @@ def load_checkpoint(
     differences, before anything is changed. When a checksum is wrong, or a read fails, some is changed: the error says
     so, and an optimizer of `zinf_fx.optim` refuses to step until a checkpoint was loaded.
     """
-    left_out = [name for name, one in extra.items() if one is None] + ([OPTIMIZER] if optimizer is None else [])
-    given = {name: one for name, one in extra.items() if one is not None}
+    left_out = [name for name, owner in extra.items() if owner is None] + ([OPTIMIZER] if optimizer is None else [])
+    given = {name: owner for name, owner in extra.items() if owner is not None}
     check_path(directory, "load_checkpoint")
-    return load(Path(directory), parts_of(model, optimizer, given), left_out)
+    return load(Path(directory), state_entries(model, optimizer, given), left_out)
 
 
 @held_back
-def load(directory: Path, parts: Parts, left_out: list[str], report: Report = lambda nbytes: None) -> dict[str, Any]:
-    """As `load_checkpoint`. `report` is told of bytes that are where they belong."""
-    ranks, directory = all_ranks(*modules_in(parts)), directory.absolute()
+def load(
+    directory: Path, entries: StateEntries, left_out: list[str], report: Report = lambda nbytes: None
+) -> dict[str, Any]:
+    """Load as `load_checkpoint` does. `report` is told of bytes that are where they belong."""
+    ranks, directory = all_ranks(*modules_in(entries)), directory.absolute()
     with together(f"looking at the checkpoint in {directory.name}", ranks):
         content = read_manifest(directory)
         manifest = from_text(content, str(directory / MANIFEST))
@@ -79,9 +81,9 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
     _check_same(ranks, directory, f"that of {manifest.time}, {hashlib.sha256(content).hexdigest()[:16]}")
     with ExitStack() as rooms:
         with together(f"matching the checkpoint in {directory.name} with what is to be loaded", ranks):
-            rooms.enter_context(between_steps(parts, whole=False))
+            rooms.enter_context(between_steps(entries, whole=False))
             matching = Matching(manifest.by_name(), left_out, ranks.rank, ranks.size, manifest.ranks)
-            plain = _match(manifest, parts, left_out, matching)
+            plain = _match(manifest, entries, left_out, matching)
         wanted = set().union(*ranks.of_all(matching.wanted, "which tensors are to be loaded"))
         with together(f"loading the checkpoint in {directory.name}", ranks):
             if differences := matching.all_differences(wanted):
@@ -90,50 +92,50 @@ def load(directory: Path, parts: Parts, left_out: list[str], report: Report = la
                     "was changed: build the model, its optimizer and what else there was as they were when it was saved"
                 )
         with together(f"loading the checkpoint in {directory.name}", ranks):
-            for optimizer in streamed_in(parts):
+            for optimizer in streamed_in(entries):
                 optimizer.torn = LOADED_IN_PART
             try:
-                _read(directory, manifest, matching, unwritten_in(parts), report)
+                _read(directory, manifest, matching, unwritten_in(entries), report)
             except BaseException as error:
                 error.add_note("some of the model is loaded, and some is not: load a whole checkpoint before training")
                 raise
-        for optimizer in streamed_in(parts):
+        for optimizer in streamed_in(entries):
             optimizer.torn = None
     return plain
 
 
 def _check_same(ranks: Ranks, directory: Path, mine: str) -> None:
     """Raises: CheckpointError, on all ranks, when they have different checkpoints before them. `mine`: this one's."""
-    found = ranks.of_all(mine, "which checkpoint is loaded")
-    if len(set(found)) > 1:
-        by_rank = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+    of_ranks = ranks.of_all(mine, "which checkpoint is loaded")
+    if len(set(of_ranks)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {checkpoint}" for rank, checkpoint in enumerate(of_ranks))
         raise CheckpointError(
             f"loading {directory} was refused: ranks have different checkpoints there ({by_rank}); give a directory "
             "that is the same for all of them, and let none save to it meanwhile"
         )
 
 
-def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matching) -> dict[str, Any]:
-    """Match all parts. Returns the plain values."""
+def _match(manifest: Manifest, entries: StateEntries, left_out: list[str], matching: Matching) -> dict[str, Any]:
+    """Match all entries. Returns the plain values."""
     plain: dict[str, Any] = {}
     for name, saved in manifest.values.items():
         if name in left_out:
             continue
         values = _of_rank(name, saved, matching)
-        part = parts.get(name)
+        entry = entries.get(name)
         if values is None:
             continue
-        if saved["kind"] == ValuePart.kind and (part is None or part.kind == ValuePart.kind):
+        if saved["kind"] == ValueEntry.kind and (entry is None or entry.kind == ValueEntry.kind):
             plain[name] = decode(values["value"], matching.in_memory)
-        elif part is None:
+        elif entry is None:
             matching.differences.append(f"'{name}' is in the checkpoint alone: give it, or {name}=None to leave it out")
-        elif part.kind != saved["kind"]:
-            matching.differences.append(f"'{name}' is a {part.kind}, and a {saved['kind']} in the checkpoint")
+        elif entry.kind != saved["kind"]:
+            matching.differences.append(f"'{name}' is a {entry.kind}, and a {saved['kind']} in the checkpoint")
         else:
-            assert not isinstance(part, (ValuePart, HeldPart))
+            assert not isinstance(entry, (ValueEntry, EntrySnapshot))
             with unfit_values(f"'{name}'"):
-                part.match(values, matching)
-    for name in parts:
+                entry.match(values, matching)
+    for name in entries:
         if name not in manifest.values:
             matching.differences.append(f"'{name}' is not in the checkpoint")
     return plain
@@ -141,7 +143,7 @@ def _match(manifest: Manifest, parts: Parts, left_out: list[str], matching: Matc
 
 @contextmanager
 def unfit_values(what: str) -> Iterator[None]:
-    """A block that takes plain values of a checkpoint: whatever fails at them is raised as an UnfitValueError."""
+    """Open a block that takes plain values of a checkpoint: what fails at them is raised as an UnfitValueError."""
     try:
         yield
     except (CheckpointError, StoreError):
@@ -152,10 +154,10 @@ def unfit_values(what: str) -> Iterator[None]:
 
 
 def _of_rank(name: str, saved: Mapping[str, Any], matching: Matching) -> Mapping[str, Any] | None:
-    """The values of a part that are this rank's; None: none are."""
+    """Return the values of an entry that are this rank's; None: none are."""
     if "ranks" not in saved:
         return saved
-    if matching.ranks != matching.ranks_then and saved["kind"] != RandomPart.kind:
+    if matching.ranks != matching.ranks_then and saved["kind"] != RandomEntry.kind:
         matching.differences.append(
             f"'{name}' was another one on each of {matching.ranks_then} ranks, and {matching.ranks} are here: load "
             f"with as many, or give {name}=None to leave it out"
@@ -170,30 +172,29 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
     with unfit_values("what is set before tensors are read"):
         for change in matching.begin:
             change()
-    stores = {tiers for _, holding in matching.targets if (tiers := holding.tiers) is not None}
+    stores = {tiers for _, shard in matching.targets if (tiers := shard.tiers) is not None}
     with ExitStack() as rooms:
         for tiers in stores:
             rooms.enter_context(tiers.stepping())
         handles = rooms.enter_context(opened([directory / file.path for file in manifest.files]))
-        adoption = Adoption(directory, manifest, matching)
-        adoption.complete(handles, unwritten, report)
-        fill(sorted(adoption.others, key=_first_place), handles, report)
+        shared = ZeroCopyLoad(directory, manifest, matching)
+        shared.complete(handles, unwritten, report)
+        fill(sorted(shared.others, key=_first_place), handles, report)
     for tiers in stores:
         tiers.drain()
-    for _, holding in matching.targets:
-        holding.loaded()
+    for _, shard in matching.targets:
+        shard.mark_loaded()
     with unfit_values("what is set behind the tensors"):
         for change in matching.end:
             change()
 
 
-def _first_place(target: tuple[SavedTensor, Holding]) -> tuple[int, int]:
-    """Where a tensor begins in the files: they are read in order."""
-    return min(((piece.file, piece.offset) for box in target[0].boxes for piece in box.pieces), default=(0, 0))
+def _first_place(target: tuple[SavedTensor, LocalShard]) -> tuple[int, int]:
+    return min(((piece.file, piece.offset) for shard in target[0].boxes for piece in shard.pieces), default=(0, 0))
 
 
 def damages_of(directory: Path, manifest: Manifest, report: Callable[[int], object]) -> list[str]:
-    """What of a checkpoint is not as it was saved, in words. `report` is told of bytes that were read."""
+    """Say what of a checkpoint is not as it was saved. `report` is told of bytes that were read."""
     damages: list[str] = []
     usable: dict[int, int] = {}  # of each file that is there, its number among those
     for number, file in enumerate(manifest.files):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved now and then, the last ones kept, and the newest taken up again."""
+"""The checkpoints of a run: saved now and then, the last ones kept, and the newest resumed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_model, check_path
-from zinf_fx.checkpoint.background import CopyBehind, HeldSave, held
-from zinf_fx.checkpoint.catalog import STEP, Found, checkpoints_in, is_numbered, name_of
-from zinf_fx.checkpoint.entries import Parts, parts_of
+from zinf_fx.checkpoint.background import BackgroundCopy, DeferredSave, deferred_save
+from zinf_fx.checkpoint.catalog import (
+    STEP,
+    CheckpointDirectory,
+    checkpoints_in,
+    discard_all,
+    give_back_unnamed,
+    is_numbered,
+    name_of,
+)
+from zinf_fx.checkpoint.entries import StateEntries, state_entries
 from zinf_fx.checkpoint.files import FILES, Files
-from zinf_fx.checkpoint.garbage_collection import discard_all, give_back_unnamed
 from zinf_fx.checkpoint.load import load_checkpoint
 from zinf_fx.checkpoint.manifest import Manifests
 from zinf_fx.checkpoint.models import all_ranks, together
-from zinf_fx.checkpoint.save import Behind, save
+from zinf_fx.checkpoint.save import Background, save
 from zinf_fx.config import parse_rate
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError, ConfigError, DamagedCheckpointError, ZinfError
@@ -70,8 +77,8 @@ class CheckpointManager:
         **extra: object,
     ) -> None:
         """`directory`: a relative one is meant from the working directory at this moment. `keep`: how many there are at
-        most, besides those with names. `bandwidth`: bytes per second, such as "1GB/s", that are copied behind training,
-        at most; None: what leaves training most of its disks. `extra`: as of `save_checkpoint`.
+        most, besides those with names. `bandwidth`: bytes per second, such as "1GB/s", that are copied in the
+        background, at most; None: what leaves training most of its disks. `extra`: as of `save_checkpoint`.
 
         Raises: ConfigError for numbers that can't be meant.
         """
@@ -91,10 +98,10 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._terminated = False
         self._handler: Any = None
-        self._held: HeldSave | None = None
-        self._behind = Behind(None if bandwidth is None else parse_rate(bandwidth, "bandwidth"))
-        self._copy: CopyBehind | None = None
-        self._failed: BaseException | None = None  # of a copy, or a save that waited; nobody was told
+        self._deferred: DeferredSave | None = None
+        self._background = Background(None if bandwidth is None else parse_rate(bandwidth, "bandwidth"))
+        self._copy: BackgroundCopy | None = None
+        self._failed: BaseException | None = None  # why a copy or a deferred save failed, and nobody was told
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, whatever its name, and return the number of its step; 0: there is none.
@@ -106,10 +113,14 @@ class CheckpointManager:
         self.close()
         ranks = all_ranks(self._model)
         with together(f"looking for checkpoints in {self.directory.name}", ranks):
-            found = self._found() if ranks.rank == 0 else []
-        there = [(str(one.path), one.step, one.damage) for one in reversed(found) if one.step is not None or one.damage]
+            checkpoints = self._checkpoints() if ranks.rank == 0 else []
+        candidates = [
+            (str(checkpoint.path), checkpoint.step, checkpoint.damage)
+            for checkpoint in reversed(checkpoints)
+            if checkpoint.step is not None or checkpoint.damage
+        ]
         damaged = None
-        for path, step, damage in ranks.of_first(there, "the checkpoints to resume from"):
+        for path, step, damage in ranks.of_first(candidates, "the checkpoints to resume from"):
             damage = damage or self._load(path)
             if damage is None:
                 log.info("resumed from %s, after step %d", path, step)
@@ -128,14 +139,14 @@ class CheckpointManager:
         """Say that so many steps are done. Saves if it is time to; returns the directory then.
 
         In the `with` block, where the step still goes on in the background, the checkpoint is there when the next step
-        begins: see [Note: saves that wait]. It has what there is now; only what is written to stored tensors by other
+        begins: see [Note: deferred saves]. It has what there is now; only what is written to stored tensors by other
         means than steps, until then, is in it, too. Where bytes have to be copied, because the directory is on another
-        file system, that goes on behind training, on one rank: see [Note: copies behind training]. What fails of either
-        is raised by the next call.
+        file system, that goes on in the background, on one rank: see [Note: copies in the background]. The next call
+        raises what fails of either.
 
         Raises: as `save_checkpoint`; SystemExit when the process was told to end, once that is saved.
         """
-        self._finish_held()
+        self._finish_deferred()
         if self._copy is not None and self._copy.is_over:
             self._finish_copy()
         is_due, ends = self._agreed(self._is_due(step))
@@ -144,11 +155,13 @@ class CheckpointManager:
         path = None
         if is_due or (ends and step != self._saved_step):
             goes_on = self._handler is not None and not ends
-            path, parts = self.directory / name_of(step), self._parts(step)
+            path, entries = self.directory / name_of(step), self._entries(step)
             if goes_on:
-                self._held = held(parts, lambda parts: self._save(step, path.name, parts, self._behind))
-            if self._held is None:
-                self._save(step, path.name, parts, self._behind if goes_on else None)
+                self._deferred = deferred_save(
+                    entries, lambda entries: self._save(step, path.name, entries, self._background)
+                )
+            if self._deferred is None:
+                self._save(step, path.name, entries, self._background if goes_on else None)
         if ends:
             log.warning("ended by SIGTERM after step %d, which is saved", step)
             self._terminated = False  # no more than that was asked for
@@ -161,33 +174,33 @@ class CheckpointManager:
         directory, when the checkpoint is on the disk. Raises: as `save_checkpoint`; ConfigError for what is no name."""
         if name is not None and not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name for a checkpoint: give letters, digits, '_', '.' and '-'")
-        self._finish_held()
-        path = self._save(step, name or name_of(step), self._parts(step))
+        self._finish_deferred()
+        path = self._save(step, name or name_of(step), self._entries(step))
         self._raise_failed()
         return path
 
     def close(self) -> None:
-        """Finish what was due, and what is copied behind training. The end of the `with` block does. Raises: as
+        """Finish what was due, and what is copied in the background. The end of the `with` block does. Raises: as
         `save_checkpoint`."""
-        self._finish_held()
+        self._finish_deferred()
         self._finish_copy()
         self._raise_failed()
 
-    def _parts(self, step: int) -> Parts:
-        return parts_of(self._model, self._optimizer, {**self._extra, STEP: step})
+    def _entries(self, step: int) -> StateEntries:
+        return state_entries(self._model, self._optimizer, {**self._extra, STEP: step})
 
     @no_search_for_cycles()
-    def _save(self, step: int, name: str, parts: Parts, behind: Behind | None = None) -> Path:
-        """`behind`: how it may be copied behind training; None: it is to be there when this returns."""
+    def _save(self, step: int, name: str, entries: StateEntries, background: Background | None = None) -> Path:
+        """Save. `background`: how it may be copied in the background; None: it is there when this returns."""
         self._finish_copy()
         path, ranks = self.directory / name, all_ranks(self._model)
         with together(f"looking for checkpoints in {self.directory.name}", ranks):
-            before = self._swept() if ranks.rank == 0 else []
-        replaced = ranks.of_first([str(one) for one in self._replaced(before, path)], "which checkpoints are replaced")
-        newest = max((one.manifest.time for one in before if one.manifest), default=None)
-        others = [Path(one) for one in replaced]
-        how = {"newest": newest, "others": others, "behind": behind, "manifests": self._manifests}
-        self._copy = save(path, parts, self.files, **how)
+            before = self._collect_garbage() if ranks.rank == 0 else []
+        replaced = ranks.of_first(self._replaced(before, path), "which checkpoints are replaced")
+        newest = max((checkpoint.manifest.time for checkpoint in before if checkpoint.manifest), default=None)
+        others = [Path(replaced_path) for replaced_path in replaced]
+        how = {"newest": newest, "others": others, "background": background, "manifests": self._manifests}
+        self._copy = save(path, entries, self.files, **how)
         self._saved_step, self._saved_at = step, time.monotonic()
         return path
 
@@ -211,15 +224,14 @@ class CheckpointManager:
         if self._terminated and error is None:  # no step ended meanwhile
             signal.raise_signal(signal.SIGTERM)
 
-    def _finish_held(self) -> None:
+    def _finish_deferred(self) -> None:
         """Save what was due after an earlier step, if it waits; remember why that failed, if it did."""
-        waits, self._held = self._held, None
-        if waits is not None:
-            waits.finish()
-            self._failed = self._failed or waits.failure
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.finish()
+            self._failed = self._failed or deferred.failure
 
     def _finish_copy(self) -> None:
-        """Wait for what is copied behind training."""
         copy, self._copy = self._copy, None
         if copy is None:
             return
@@ -230,7 +242,7 @@ class CheckpointManager:
             self._copy = copy
             raise
         if waited > 1:
-            log.info("waited %.1f s for the checkpoint that was copied behind training", waited)
+            log.info("waited %.1f s for the checkpoint that was copied in the background", waited)
         if copy.failure is not None:
             self._saved_step, self._failed = None, copy.failure
 
@@ -240,23 +252,22 @@ class CheckpointManager:
         if failed is not None:
             raise failed
 
-    def _found(self) -> list[Found]:
-        """The checkpoints of the run, from the oldest to the newest; not what was never one."""
-        return [one for one in self._directories() if not one.is_left_over]
+    def _checkpoints(self) -> list[CheckpointDirectory]:
+        """Return the checkpoints of the run, from the oldest to the newest; not what was never one."""
+        return [checkpoint for checkpoint in self._directories() if not checkpoint.is_left_over]
 
-    def _swept(self) -> list[Found]:
-        """The same, once what is left of saves that were cut off is removed, and of stores that are gone."""
-        found = self._directories()
-        discard_all(one.path for one in found if one.is_numbered and one.is_left_over)
-        found = [one for one in found if not one.is_left_over]
-        give_back_unnamed(found)
-        return found
+    def _collect_garbage(self) -> list[CheckpointDirectory]:
+        """Remove what is left of saves that were cut off, and of stores that are gone. Returns the checkpoints."""
+        directories = self._directories()
+        discard_all(left.path for left in directories if left.is_numbered and left.is_left_over)
+        checkpoints = [checkpoint for checkpoint in directories if not checkpoint.is_left_over]
+        give_back_unnamed(checkpoints)
+        return checkpoints
 
-    def _directories(self) -> list[Found]:
+    def _directories(self) -> list[CheckpointDirectory]:
         return checkpoints_in(self.directory, self._manifests.read) if self.directory.exists() else []
 
     def _load(self, path: str) -> str | None:
-        """Load a checkpoint. Returns what is damaged in it."""
         try:
             self.values = load_checkpoint(path, self._model, self._optimizer, **self._extra)
         except DamagedCheckpointError as error:
@@ -270,18 +281,17 @@ class CheckpointManager:
         return self._every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self._every_minutes
 
     def _agreed(self, is_due: bool) -> tuple[bool, bool]:
-        """Whether it is time to save, as the first rank finds, and whether any was told to end."""
-        found = all_ranks(self._model).of_all((is_due, self._terminated), "whether to save a checkpoint")
-        return found[0][0], any(ends for _, ends in found)
+        """Return whether it is time to save, as the first rank finds, and whether any was told to end."""
+        of_ranks = all_ranks(self._model).of_all((is_due, self._terminated), "whether to save a checkpoint")
+        return of_ranks[0][0], any(ends for _, ends in of_ranks)
 
-    def _replaced(self, before: list[Found], saved: Path) -> list[Path]:
-        """Those that are to be removed when there is one more, so that no more stay than are to be kept."""
-        others = [one.path for one in before if one.is_numbered and one.is_whole and one.path != saved]
+    def _replaced(self, before: list[CheckpointDirectory], saved: Path) -> list[str]:
+        """Return the checkpoints to remove when there is one more, so that no more stay than are to be kept."""
+        others = [str(old.path) for old in before if old.is_numbered and old.is_whole and old.path != saved]
         kept = self._keep - is_numbered(saved)
         return others[: max(0, len(others) - kept)]
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM."""
         self._restore()  # the next one ends the process
         self._terminated = True
 

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: which elements of which tensor are where in which file, and all plain values.
 
-A tensor is divided into boxes, and the elements of a box, in row-major order, into pieces, each of consecutive bytes in
-one file, with the crc32c of these bytes. Files are named relative to the manifest, and lie in its directory; what else
-is in them doesn't matter. The manifest ends with the crc32c of its own text before that.
+A tensor is divided into shards, which are boxes, and the elements of a box, in row-major order, into pieces. A piece
+has consecutive bytes in one file, with the crc32c of these bytes. Files are named relative to the manifest, and lie in
+its directory; what else is in them doesn't matter. The manifest ends with the crc32c of its own text before that.
 
 [Note: commits]
 Data files have names that no save used before. When their bytes are on the device, and their names too, the manifest
@@ -61,7 +61,7 @@ def begins_manifest(file: Path) -> bool:
 
 
 def _as_it_is(value: object, name: str) -> object:
-    """What is read where the form is another one's matter."""
+    """Decode nothing: `values` checks the form."""
     return value
 
 
@@ -70,10 +70,10 @@ class SavedPiece:
     """Consecutive elements of a box.
 
     Attributes:
-        start, count: which elements.
+        start, count: the first element, and how many there are.
         file: the number of the file that has them; `offset`: bytes before them there.
-        crc32c: of their bytes.
-        padding: bytes behind them that the checksum is of, too.
+        crc32c: the checksum of their bytes and of the padding.
+        padding: bytes behind them, up to the end of a page.
     """
 
     start: Annotated[int, 0]
@@ -84,18 +84,18 @@ class SavedPiece:
     padding: Annotated[int, 0] = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Of elements of such a dtype, and of what is behind them."""
+        """Return the bytes of the elements, of such a dtype, and of the padding."""
         return self.count * dtype.itemsize + self.padding
 
     @property
     def elements(self) -> range:
-        """Which elements of the box."""
+        """The numbers of the elements in the box."""
         return range(self.start, self.start + self.count)
 
 
 @dataclass(frozen=True)
-class SavedBox:
-    """A part of a tensor between two corners, and the pieces that it is in, in order."""
+class ShardMetadata:
+    """A shard of a tensor, which is a box, and the pieces that it is in, in order."""
 
     offsets: tuple[Annotated[int, 0], ...]
     shape: tuple[Annotated[int, 0], ...]
@@ -103,27 +103,28 @@ class SavedBox:
 
     @property
     def box(self) -> Box:
-        """Which elements of the tensor."""
+        """The elements of the tensor that the shard has."""
         return Box(self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor by its name: "PART/NAME", such as "model/head.weight" or "optimizer/head.weight.exp_avg"."""
+    """A tensor by its name, "ENTRY/NAME", such as "model/head.weight" or "optimizer/head.weight.exp_avg", and its
+    shards."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[Annotated[int, 0], ...]
-    boxes: tuple[SavedBox, ...]
+    boxes: tuple[ShardMetadata, ...]
 
     @property
     def part(self) -> str:
-        """The name of the part that it is of."""
+        """The name of the state entry that it belongs to."""
         return re.split(r"[/.\[@]", self.name, maxsplit=1)[0]
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """The size of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -149,7 +150,7 @@ class Manifest:
         time: when, in UTC.
         ranks: how many wrote it.
         same: names of tensors, each with the name of the one that it is, too (tied weights).
-        values: plain values by part, as `values.encode` makes them.
+        values: plain values by state entry, as `values.encode` makes them.
     """
 
     made_by: str
@@ -162,34 +163,34 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def in_store_nbytes(self) -> int:
-        """Of the pieces in files of a store."""
+        """The size of the pieces in files of a store."""
         in_store = {number for number, file in enumerate(self.files) if file.of_store}
-        return sum(one.count * tensor.dtype.itemsize for tensor, one in self.pieces() if one.file in in_store)
+        return sum(piece.count * tensor.dtype.itemsize for tensor, piece in self.pieces() if piece.file in in_store)
 
     def taken_of(self, file: SavedFile) -> int:
-        """Bytes of a file that are of this checkpoint: all, but of a store's."""
+        """Return the bytes of a file that belong to this checkpoint: all, except in a store's file."""
         return sum(map(len, self.content_of(file.path))) if file.of_store else file.nbytes
 
     def content_of(self, path: str) -> list[range]:
-        """Where pieces are in a file, in bytes, in whole pages."""
+        """Return the bytes of a file in which pieces are, in whole pages."""
         return self._contents[[file.path for file in self.files].index(path)]
 
     @cached_property
     def _contents(self) -> list[list[range]]:
-        """The same, of all files: one that looked for its pieces by itself would look at those of all."""
+        """The same for all files: to find those of one file, all pieces have to be looked at."""
         pages: list[list[range]] = [[] for _ in self.files]
         for tensor, piece in self.pieces():
             end = piece.offset + piece.count * tensor.dtype.itemsize
             pages[piece.file].append(range(piece.offset // PAGE * PAGE, blocks(end)))
-        return [merged(one) for one in pages]
+        return [merged(pages_of_file) for pages_of_file in pages]
 
     def pieces(self) -> Iterator[tuple[SavedTensor, SavedPiece]]:
-        """All pieces, each with its tensor."""
+        """Give all pieces, each with its tensor."""
         for tensor in self.tensors:
             for box in tensor.boxes:
                 for piece in box.pieces:
@@ -204,13 +205,13 @@ class Manifest:
         return False
 
     def by_name(self) -> dict[str, SavedTensor]:
-        """The tensors by all names that they have."""
-        found = {tensor.name: tensor for tensor in self.tensors}
-        return found | {name: found[other] for name, other in self.same}
+        """Return the tensors by all names that they have."""
+        by_name = {tensor.name: tensor for tensor in self.tensors}
+        return by_name | {name: by_name[other] for name, other in self.same}
 
 
 def to_text(manifest: Manifest) -> bytes:
-    """The content of a manifest's file."""
+    """Return the content of a manifest's file."""
     content = {"format": FORMAT, "schema": SCHEMA, **_described(manifest)}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False, default=_described).encode()
     return text[:-1] + _SUM.format(crc32c(text[:-1])).encode()
@@ -220,11 +221,11 @@ def _described(value: object) -> Any:
     """What JSON has no form of its own for, as `codec.encode` has it: that would look at each number."""
     if isinstance(value, torch.dtype):
         return encode(value)
-    return {name: one for name, default in defaults(type(value)).items() if (one := getattr(value, name)) != default}
+    return {name: own for name, default in defaults(type(value)).items() if (own := getattr(value, name)) != default}
 
 
 def from_text(content: bytes, what: str) -> Manifest:
-    """The manifest that a file has. `what` names it in errors.
+    """Return the manifest that a file has. `what` names it in errors.
 
     Raises: CheckpointError for whatever isn't a sound one.
     """
@@ -234,20 +235,20 @@ def from_text(content: bytes, what: str) -> Manifest:
             f"{what} is damaged, or no manifest of a checkpoint: its last {length} bytes are not the checksum of the "
             "others; use another checkpoint"
         )
-    found = parsed(content[:-length].decode("utf-8", "replace") + "}", what, "manifest", CheckpointError)
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    fields = parsed(content[:-length].decode("utf-8", "replace") + "}", what, "manifest", CheckpointError)
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise CheckpointError(f'{what} is JSON, but no manifest: it has no field "format" with the value {FORMAT!r}')
-    schema = found.pop("schema", None)
+    schema = fields.pop("schema", None)
     if schema != SCHEMA:
         raise CheckpointError(f"{what} has schema {schema!r}, and this version of zinf_fx reads {SCHEMA}: use that one")
-    manifest = decode(Manifest, found, what, CheckpointError)
+    manifest = decode(Manifest, fields, what, CheckpointError)
     check_sound(manifest, what)
     return manifest
 
 
 def check_sound(manifest: Manifest, what: str) -> None:
     """Raises: CheckpointError where pieces lie outside of their files or on each other, files outside of the directory,
-    or boxes are not all of their tensor, and for values of no part's form."""
+    or boxes are not all of their tensor, and for values of no entry's form."""
     _check_time(manifest.time, what)
     _check_files(manifest.files, what)
     if (fault := fault_in(manifest.values)) is not None:
@@ -294,7 +295,7 @@ def _check_tensor(tensor: SavedTensor, files: Sequence[SavedFile], what: str) ->
     dimensions, itemsize = len(tensor.shape), tensor.dtype.itemsize
     if dimensions > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in tensor.shape) * itemsize > LARGEST:
         raise CheckpointError(f"{what}: '{tensor.name}' has a shape of {dimensions} dimensions that no tensor has")
-    whole, boxes = Box.whole(tensor.shape), [one.box for one in tensor.boxes]
+    whole, boxes = Box.whole(tensor.shape), [shard.box for shard in tensor.boxes]
     if boxes != [whole] and not _make_up(whole, boxes):
         raise CheckpointError(f"{what}: the boxes of '{tensor.name}' are not all of it, each element once")
     for box in tensor.boxes:
@@ -329,7 +330,7 @@ def _make_up(whole: Box, boxes: list[Box]) -> bool:
     for box, sign in [(whole, -1), *((box, 1) for box in boxes if box.numel)]:
         ends = (((box.offsets[dim], 1), (box.offsets[dim] + box.shape[dim], -1)) for dim in divided)
         for corner in product(*ends):
-            left[tuple(place for place, _ in corner)] += sign * math.prod(one for _, one in corner)
+            left[tuple(place for place, _ in corner)] += sign * math.prod(side for _, side in corner)
     return not any(left.values())
 
 
@@ -348,23 +349,24 @@ _LARGEST_MANIFEST = 4 << 30
 
 
 def data_name(save: str, rank: int, number: int) -> str:
-    """The name of a data file: of which save, rank and number."""
+    """Return the name of a data file, by its save, rank and number."""
     return f"data-{save}-{rank}-{number}.safetensors"
 
 
 def link_name(save: str, rank: int, number: int) -> str:
-    """The name of a store's data file in a checkpoint."""
+    """Return the name of a store's data file in a checkpoint."""
     return f"data-{save}-{rank}-{number}.extents"
 
 
 def rank_of(name: str) -> int | None:
-    """The number of the rank that saved a data file; None for other names."""
-    found = _DATA.fullmatch(name)
-    return None if found is None else int(found["rank"])
+    """Return the rank that saved a data file; None for other names."""
+    match = _DATA.fullmatch(name)
+    return None if match is None else int(match["rank"])
 
 
 def read_manifest(directory: Path) -> bytes:
-    """The content of a checkpoint's manifest. Raises: CheckpointError when there is none, saying what there is."""
+    """Return the content of a checkpoint's manifest. Raises: CheckpointError when there is none, saying what there
+    is."""
     path = directory / MANIFEST
     try:
         return read_regular(path, _LARGEST_MANIFEST)
@@ -380,7 +382,7 @@ def read_manifest(directory: Path) -> bytes:
 
 
 def manifest_in(directory: Path) -> bytes:
-    """The same, of a directory that may have none: nothing then."""
+    """Return the content of a directory's manifest; nothing, if there is none."""
     return read_manifest(directory) if os.path.lexists(directory / MANIFEST) else b""
 
 
@@ -408,11 +410,12 @@ def is_ours(name: str) -> bool:
 
 
 def leftovers(directory: Path, manifest: bytes, proven: Collection[Path] = ()) -> list[Path]:
-    """What saves left in a directory that were cut off: files with our names, and what these say, that are nowhere in
-    the manifest's text, which may be empty, or damaged. `proven`: those that are known to be what their names say."""
+    """Return what saves left in a directory that were cut off: files with our names, and what these say, that are
+    nowhere in the manifest's text, which may be empty, or damaged. `proven`: those that are known to be what their
+    names say."""
     with refusals("looking for what is left of a save", directory):
-        found = sorted(os.listdir(directory))
-    others = (name for name in found if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
+        present = sorted(os.listdir(directory))
+    others = (name for name in present if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
     return [path for path in (directory / name for name in others) if path in proven or _is_as_named(path)]
 
 
@@ -459,7 +462,8 @@ def check_is_free(directory: Path) -> None:
 
 
 def of_failed_save(directory: Path, save: str) -> list[Path]:
-    """What a save that failed wrote: none of it when its manifest is that of the directory, in spite of the failure."""
+    """Return what a save that failed wrote: none of it when its manifest is that of the directory, in spite of the
+    failure."""
     left = leftovers(directory, manifest_in(directory))
     return [path for path in left if path.name == NEW_MANIFEST or path.name.startswith(f"data-{save}-")]
 
@@ -477,7 +481,7 @@ def commit(files: Files, directory: Path, manifest: bytes) -> None:
 
 
 def manifest_of(directory: Path) -> Manifest:
-    """That of a checkpoint. Raises: CheckpointError when there is none, or it is damaged."""
+    """Read the manifest of a checkpoint. Raises: CheckpointError when there is none, or it is damaged."""
     return from_text(read_manifest(directory), str(directory / MANIFEST))
 
 
@@ -491,7 +495,7 @@ def check_file(directory: Path, file: SavedFile) -> None:
     """The same, for one."""
     path = directory / file.path
     try:
-        found = path.stat()
+        info = path.stat()
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"the checkpoint in {directory} is damaged: its file {file.path} is missing; use another one"
@@ -499,39 +503,39 @@ def check_file(directory: Path, file: SavedFile) -> None:
     except OSError as error:
         with refusals("looking for a data file", path):
             raise error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(info.st_mode):
         raise DamagedCheckpointError(
             f"the checkpoint in {directory} is damaged: {file.path} is no file; use another one"
         )
-    if found.st_size < file.nbytes or (found.st_size > file.nbytes and not file.of_store):
+    if info.st_size < file.nbytes or (info.st_size > file.nbytes and not file.of_store):
         raise DamagedCheckpointError(
-            f"the checkpoint in {directory} is damaged: its file {file.path} has {found.st_size} bytes, and "
+            f"the checkpoint in {directory} is damaged: its file {file.path} has {info.st_size} bytes, and "
             f"{file.nbytes} when it was saved; use another one"
         )
 
 
 class Manifests:
-    """The manifests of checkpoints. One is read when its file is not that which was read or written last."""
+    """The manifests of checkpoints. One is read again only if its file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
 
     def read(self, directory: Path) -> Manifest:
-        """As `manifest_of`."""
+        """Return the manifest of a checkpoint, as `manifest_of` does."""
         known, file = self._known.get(directory), _identity(directory / MANIFEST)
         if known is None or known[0] != file:
             known = file, manifest_of(directory)
-            self._known = {path: one for path, one in self._known.items() if one[0] == _identity(path / MANIFEST)}
-            self._known[directory] = known
+            current = (path for path, (read, _) in self._known.items() if read == _identity(path / MANIFEST))
+            self._known = {path: self._known[path] for path in current} | {directory: known}
         return known[1]
 
     def add(self, directory: Path, manifest: Manifest) -> None:
-        """A manifest was written."""
+        """Note a manifest that was written."""
         self._known[directory] = _identity(directory / MANIFEST), manifest
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """What is another one when a file is replaced or changed; None: there is none."""
+    """Return a key that changes when a file is replaced or changed; None: there is no file."""
     try:
         info = path.stat()
     except OSError:

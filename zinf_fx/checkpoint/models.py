@@ -27,12 +27,12 @@ for activation checkpointing."""
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's model, without what `torch.compile` and DistributedDataParallel put around it."""
+    """Return the user's model, without what `torch.compile` and DistributedDataParallel put around it."""
     return _layers_of(model)[-1]
 
 
 def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """A model, and what it is put around: the user's model comes last."""
+    """Return a model and the models that it wraps: the user's model comes last."""
     layers = [model]
     while isinstance(model, (OptimizedModule, DistributedDataParallel)):
         model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
@@ -41,15 +41,15 @@ def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Some qualified names of a model's members, each with the name that it would have without the wrappers that are
-    put around parts of the model. Members that would have one name keep theirs."""
+    """Map qualified names of a model's members to those that they would have without the wrappers around parts of the
+    model. Members that would have one name keep theirs."""
     plain = {name: _plain(model, name) for name in names}
     owners = Counter(plain.values())
     return {name: own if owners[own] == 1 else name for name, own in plain.items()}
 
 
 def by_plain_name(model: torch.nn.Module, members: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Members of a model, such as `named_parameters()` gives, by the names of `plain_names`."""
+    """Return members of a model, such as `named_parameters()` gives, by the names of `plain_names`."""
     known = dict(members)
     return {own: known[name] for name, own in plain_names(model, known).items()}
 
@@ -70,31 +70,31 @@ def _plain(model: torch.nn.Module, name: str) -> str:
 
 
 def _wrapped_member(module: torch.nn.Module | None) -> str | None:
-    """The name of the member that a module is put around, if it is a wrapper."""
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return "module"
     return None if module is None else next((name for name in WRAPPED if name in module._modules), None)
 
 
 def as_named(model: torch.nn.Module, in_files: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
-    """What files have, by the names that a model's members have: `wanted`, which are plain. Files may have been written
+    """Return what files have by the names of a model's members, `wanted`, which are plain. Files may have been written
     from a model with wrappers around its parts, those that this one has or others."""
     own_names = plain_names(model, model.state_dict(keep_vars=True))
-    found = {name: value for name, value in in_files.items() if name in wanted}
+    named = {name: value for name, value in in_files.items() if name in wanted}
     for name, value in in_files.items():
         if name not in wanted:
             own = own_names.get(name) or ".".join(part for part in name.split(".") if part not in WRAPPED)
-            found[name if own in in_files or own in found else own] = value
-    return found
+            named[name if own in in_files or own in named else own] = value
+    return named
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The entries of the model's state dict, themselves, by their plain names: parameters and buffers that are saved.
+    """Return the entries of the model's state dict, themselves, by their plain names: parameters and buffers that are
+    saved.
 
     Raises: CheckpointError for one that is no tensor, or has no values.
     """
-    found = by_plain_name(model, model.state_dict(keep_vars=True).items())
-    for name, value in found.items():
+    tensors = by_plain_name(model, model.state_dict(keep_vars=True).items())
+    for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"'{name}' in the state dict is a {type(value).__name__}, and safetensors files have tensors only: "
@@ -106,19 +106,19 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "files have ordinary tensors only: save_checkpoint() and load_checkpoint() take what it is made of"
             )
         check_has_values(value, f"'{name}' in the state dict")
-    return found
+    return tensors
 
 
 def check_has_values(tensor: torch.Tensor, what: str) -> None:
     """Raises: CheckpointError unless each element of the tensor lies somewhere, at a stride. `what`: the tensor."""
     if tensor.is_meta or tensor.layout != torch.strided:
-        found = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise CheckpointError(f"{what} is {found}: only tensors with strided values are saved and loaded")
+        why = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise CheckpointError(f"{what} is {why}: only tensors with strided values are saved and loaded")
 
 
 def names_of_tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    """The names of each tensor, that first which files have it under: of tied weights, the first that is not declared
-    to be tied to another, as models of transformers do."""
+    """Return the names of each tensor, beginning with that which files have: of tied weights, the first that the model
+    doesn't declare to be tied to another, as models of transformers do."""
     by_identity: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         by_identity.setdefault(id(tensor), []).append(name)
@@ -137,13 +137,14 @@ class Everyone:
     def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         """`model`: as the user has it; `tensors`: of the model itself."""
         tensors = list(tensors)
-        stored = [one for one in map(stored_parameter, tensors) if one is not None]
+        stored = [parameter for parameter in map(stored_parameter, tensors) if parameter is not None]
         config = stored[0].storage.config if stored else Config()
-        meshes = list(dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor)))
-        self.ranks = list(dict.fromkeys(one.storage.share.ranks for one in stored))
+        meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+        self.ranks = list(dict.fromkeys(parameter.storage.share.ranks for parameter in stored))
         if not stored and not meshes:
-            replicated = (one for one in _layers_of(model) if isinstance(one, DistributedDataParallel))
-            self.ranks = [tensor_ranks(config, group) for one in replicated if (group := one.process_group) is not None]
+            replicas = (layer for layer in _layers_of(model) if isinstance(layer, DistributedDataParallel))
+            groups = (layer.process_group for layer in replicas)
+            self.ranks = [tensor_ranks(config, group) for group in groups if group is not None]
         self.is_first = all(ranks.rank == 0 for ranks in self.ranks)
         for mesh in meshes:
             self.is_first = self.is_first and not any(mesh.get_coordinate() or ())
@@ -158,17 +159,18 @@ class _Failure(NamedTuple):
 
 
 def all_ranks(*models: torch.nn.Module) -> Ranks:
-    """All of torch.distributed; without it, this process alone. They wait for each other for as long as those do that
-    train the first of these models that is stored."""
-    stored = (one for model in models for parameter in model.parameters() for one in stored_in(parameter))
+    """Return all ranks of torch.distributed; without it, this process alone. They wait for each other for as long as
+    those do that train the first of these models that is stored."""
+    parameters = (parameter for model in models for parameter in model.parameters())
+    stored = (tensor for parameter in parameters for tensor in stored_in(parameter))
     first = next(stored, None)
     return Ranks.of(Config() if first is None else Config(collective_timeout=first.storage.config.collective_timeout))
 
 
 @contextmanager
-def together(what: str, *several: Ranks) -> Iterator[None]:
-    """A block that all of some ranks do, each by itself; of `several` groups, each process passes its own, in the same
-    order. It ends well on all of them, or on none.
+def together(what: str, *groups: Ranks) -> Iterator[None]:
+    """A block that all of some ranks do, each by itself; each process passes its own `groups`, in the
+    same order. It ends well on all of them, or on none.
 
     Raises: what the block raises; CheckpointError on a rank where it didn't, but on another. DamagedCheckpointError is
     raised on all ranks, or on none, so that all of them may try another checkpoint.
@@ -183,10 +185,10 @@ def together(what: str, *several: Ranks) -> Iterator[None]:
         where = f" on rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else ""
         message = f"{what} failed{where}: {type(failed).__name__}: {failed}"
         failure = _Failure(message, isinstance(failed, DamagedCheckpointError))
-    for ranks in several:
-        found: list[_Failure] = [one for one in ranks.of_all(failure, what) if one is not None]
-        if found:
-            failure = min(found, key=lambda one: one.is_damage)  # what else failed decides
+    for ranks in groups:
+        failures: list[_Failure] = [failure for failure in ranks.of_all(failure, what) if failure is not None]
+        if failures:
+            failure = min(failures, key=lambda failure: failure.is_damage)  # what else failed decides
     if failure is None:
         return
     if failed is not None and failure.is_damage == isinstance(failed, DamagedCheckpointError):

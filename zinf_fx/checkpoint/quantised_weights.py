@@ -59,7 +59,7 @@ class Published(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter that has the values."""
+        """The shape of the parameter that has the values."""
         *matrices, rows, columns = self.rows_shape
         return (*matrices, columns, rows) if self.transposed else self.rows_shape
 
@@ -73,7 +73,7 @@ class Published(ABC):
 
     @abstractmethod
     def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
-        """Consecutive rows of all matrices in their format: uint8 [rows, row_nbytes].
+        """Return consecutive rows of all matrices in their format: uint8 [rows, row_nbytes].
 
         Raises: CheckpointError for a file that is shorter by now.
         """
@@ -110,8 +110,8 @@ class Pair(Published):
         packed = torch.zeros(len(numbers), kind.row_nbytes(columns), dtype=torch.uint8, device="cpu")
         packed[:, :per_row] = codes
         matrices, scale_rows, scale_columns = self.grid
-        found = torch.arange(numbers.start, numbers.stop, device="cpu")
-        own = (found // height if matrices > 1 else 0) * scale_rows + found % height // self.rows_per_scale
+        rows = torch.arange(numbers.start, numbers.stop, device="cpu")
+        own = (rows // height if matrices > 1 else 0) * scale_rows + rows % height // self.rows_per_scale
         first, last = int(own.min()), int(own.max())
         itemsize = self.scales.kind.dtype.itemsize
         nbytes = [count * scale_columns * itemsize for count in (first, last + 1 - first)]
@@ -143,69 +143,54 @@ class Parts(Published):
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The number of the first row of each part."""
         return [0, *accumulate(part.rows_shape[0] for part in self.parts)]
 
     def rows(self, files: WeightFiles, numbers: range) -> torch.Tensor:
-        found, start = [], numbers.start
+        rows, start = [], numbers.start
         while start < numbers.stop:
             number = bisect_right(self._starts, start) - 1
             begin, end = self._starts[number : number + 2]
             stop = min(end, numbers.stop)
-            found.append(self.parts[number].rows(files, range(start - begin, stop - begin)))
+            rows.append(self.parts[number].rows(files, range(start - begin, stop - begin)))
             start = stop
-        return torch.cat(found)
+        return torch.cat(rows)
 
 
-class PublishedBytes:
-    """The elements of a published weight in its format: uint8."""
+class PublishedElements:
+    """The elements of a published weight: its bytes in its format, uint8, or values as the codes lie, rounded once to
+    `dtype`."""
 
-    dtype = torch.uint8
-
-    def __init__(self, published: Published, files: WeightFiles) -> None:
-        self._published, self._files = published, files
+    def __init__(self, published: Published, files: WeightFiles, dtype: torch.dtype | None = None) -> None:
+        """Without `dtype`, the elements are bytes."""
+        self._published, self._files, self._is_bytes = published, files, dtype is None
+        self.dtype = torch.uint8 if dtype is None else dtype
 
     def read(self, memory: torch.Tensor, first: int) -> None:
         """Fill contiguous `memory` with the elements from number `first` on."""
-        published = self._published
-        per_row = FORMATS[published.format].row_nbytes(published.rows_shape[-1])
-        numbers, skipped = _rows_with(range(first, first + memory.numel()), per_row)
-        memory.view(-1).copy_(published.rows(self._files, numbers).view(-1)[skipped : skipped + memory.numel()])
-
-
-class PublishedValues:
-    """The values of a published weight, as the codes lie, rounded once to a dtype."""
-
-    def __init__(self, published: Published, files: WeightFiles, dtype: torch.dtype) -> None:
-        self._published, self._files = published, files
-        self.dtype = dtype
-
-    def read(self, memory: torch.Tensor, first: int) -> None:
-        """Fill contiguous `memory` with the values from number `first` on."""
         published, columns = self._published, self._published.rows_shape[-1]
-        numbers, skipped = _rows_with(range(first, first + memory.numel()), columns)
-        values = dequantised(published.rows(self._files, numbers), (columns,), published.format, self.dtype)
-        memory.view(-1).copy_(values.view(-1)[skipped : skipped + memory.numel()])
-
-
-def _rows_with(elements: range, per_row: int) -> tuple[range, int]:
-    """The rows that have these elements, and how many elements of the first are not among them."""
-    return range(elements.start // per_row, -(-elements.stop // per_row)), elements.start % per_row
+        per_row = FORMATS[published.format].row_nbytes(columns) if self._is_bytes else columns
+        last = first + memory.numel()
+        rows = published.rows(self._files, range(first // per_row, -(-last // per_row)))
+        if not self._is_bytes:
+            rows = dequantised(rows, (columns,), published.format, self.dtype)
+        skipped = first % per_row
+        memory.view(-1).copy_(rows.view(-1)[skipped : skipped + memory.numel()])
 
 
 def as_published(
     places: Mapping[str, TensorInFile], wanted: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, TensorInFile | Published], list[str]]:
-    """What is in files by the names of a model's tensors, codes and scales put together; and what is wrong with these.
+    """Return what is in files by the names of a model's tensors, with codes and scales joined, and what is wrong with
+    them.
 
     `wanted`: the model's tensors. One that has codes or scales itself takes them from the files.
     """
-    found: dict[str, TensorInFile | Published] = dict(places)
+    joined: dict[str, TensorInFile | Published] = dict(places)
     wrong: list[str] = []
     has_scales = any(name.endswith(_SCALE_NAMES) for name in places)
     for name, tensor in wanted.items():
-        for part in _take_parts(name, tensor, found, wrong) if name not in places and has_scales else ():
-            _without_scales_of(part, found)
+        for part in _take_parts(name, tensor, joined, wrong) if name not in places and has_scales else ():
+            _without_scales_of(part, joined)
     for name, place in places.items():
         how: Published | str | None = None
         ending = name[-len("_blocks") :]
@@ -214,60 +199,60 @@ def as_published(
                 if not has_scales:
                     continue  # values that were rounded, without scales
                 how = _with_scales(name, places)
-                _without_scales_of(name, found)
+                _without_scales_of(name, joined)
         elif ending in _MXFP4 and name.removesuffix(ending) in wanted:
             whole, (scale_ending, transposed) = name.removesuffix(ending), _MXFP4[ending]
             how = _mxfp4(name, whole + scale_ending, places, transposed)
-            found.pop(name)
-            found.pop(whole + scale_ending, None)
+            joined.pop(name)
+            joined.pop(whole + scale_ending, None)
             name = whole
         if isinstance(how, Published):
-            found[name] = how
+            joined[name] = how
         elif how is not None:
             wrong.append(how)
-            found.pop(name, None)
-    return found, wrong
+            joined.pop(name, None)
+    return joined, wrong
 
 
-def _without_scales_of(name: str, found: dict[str, TensorInFile | Published]) -> None:
+def _without_scales_of(name: str, joined: dict[str, TensorInFile | Published]) -> None:
     """Leave out what is beside the codes of a weight."""
     stem = name.removesuffix("weight")
     for other in (*(name + ending for ending in _SCALE_NAMES), *(stem + ending for ending in _OF_INPUTS)):
-        found.pop(other, None)
+        joined.pop(other, None)
 
 
 def _take_parts(
-    name: str, tensor: torch.Tensor, found: dict[str, TensorInFile | Published], wrong: list[str]
+    name: str, tensor: torch.Tensor, joined: dict[str, TensorInFile | Published], wrong: list[str]
 ) -> list[str]:
-    """Put what files have by experts in the place of a parameter that has all of them; the names of the codes."""
+    """Replace what files have by experts by the parameter that has all of them. Returns the names of the codes."""
     stem, _, own = name.rpartition(".")
     if own not in _OF_EXPERTS or tensor.dim() != 3:
         return []
     names = [f"{stem}.{number}.{part}.weight" for number in range(tensor.shape[0]) for part in _OF_EXPERTS[own]]
-    if not any(isinstance(one := found.get(each), TensorInFile) and one.kind.dtype in _OF_CODES for each in names):
+    if not any(isinstance(place := joined.get(part), TensorInFile) and place.kind.dtype in _OF_CODES for part in names):
         return []
-    if missing := [each for each in names if each not in found]:
+    if missing := [part for part in names if part not in joined]:
         wrong.append(f"'{name}' consists of {len(names)} weights, of which '{missing[0]}' is not there")
         return []
-    found_parts = [_with_scales(each, found) for each in names]
-    if faults := [part for part in found_parts if isinstance(part, str)]:
+    pairs_or_faults = [_with_scales(part, joined) for part in names]
+    if faults := [fault for fault in pairs_or_faults if isinstance(fault, str)]:
         wrong.append(faults[0])
         return []
-    parts = [part for part in found_parts if isinstance(part, Pair)]
+    parts = [part for part in pairs_or_faults if isinstance(part, Pair)]
     first = parts[: len(_OF_EXPERTS[own])]
     rows, columns = sum(part.rows_shape[0] for part in first), first[0].rows_shape[-1]
     shapes = [(part.format, *part.rows_shape) for part in parts]
     if len({(part.format, part.rows_shape[1:]) for part in first}) > 1 or shapes != shapes[: len(first)] * len(tensor):
         wrong.append(f"'{name}' consists of weights of several formats or shapes, '{names[0]}' and others")
         return []
-    for each in names:
-        found.pop(each)
-    found[name] = Parts(tuple(parts), (len(tensor), rows, columns))
+    for part in names:
+        joined.pop(part)
+    joined[name] = Parts(tuple(parts), (len(tensor), rows, columns))
     return names
 
 
 def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> Pair | str:
-    """A weight of 8-bit codes, or what is wrong with it."""
+    """Return a weight of 8-bit codes, or what is wrong with it."""
     codes = places[name]
     assert isinstance(codes, TensorInFile)
     if codes.kind.dtype not in _OF_CODES:
@@ -299,7 +284,7 @@ def _with_scales(name: str, places: Mapping[str, TensorInFile | Published]) -> P
 
 
 def _grid(shape: tuple[int, ...], matrices: tuple[int, ...], rows: int) -> tuple[int, int, int] | None:
-    """Scales [matrices, rows, columns] that have a shape, of so many matrices."""
+    """Return the scales [matrices, rows, columns] that have a shape, for so many matrices."""
     count = math.prod(matrices)
     if math.prod(shape) == 1:
         return (1, 1, 1)
@@ -311,14 +296,11 @@ def _grid(shape: tuple[int, ...], matrices: tuple[int, ...], rows: int) -> tuple
 
 
 def _rows_per_scale(scale_rows: int, rows: int) -> int | None:
-    for each in (rows, 1, _BLOCK_ROWS):
-        if scale_rows == -(-rows // each):
-            return each
-    return None
+    return next((per for per in (rows, 1, _BLOCK_ROWS) if scale_rows == -(-rows // per)), None)
 
 
 def _mxfp4(name: str, scale_name: str, places: Mapping[str, TensorInFile], transposed: bool) -> Published | str:
-    """A weight of 4-bit codes, or what is wrong with it."""
+    """Return a weight of 4-bit codes, or what is wrong with it."""
     codes, scales = places[name], places.get(scale_name)
     if scales is None:
         return f"'{name}' is {codes.kind}, and there is no '{scale_name}' beside it"

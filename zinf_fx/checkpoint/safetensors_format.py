@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def nbytes(self) -> int:
-        """Of all its elements."""
+        """The size of all its elements."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class TensorInFile:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """The shape of the tensor."""
         return self.kind.shape
 
     @property
@@ -100,7 +100,7 @@ class TensorInFile:
 
     @property
     def begin(self) -> tuple[Path, int]:
-        """Orders tensors as they lie in files."""
+        """A key that orders tensors as they lie in files."""
         return self.path, self.offset
 
     def __str__(self) -> str:
@@ -137,14 +137,14 @@ class WeightFiles:
             left, offset = left[count:], offset + count
 
     def read(self, place: TensorInFile, first: int, nbytes: int) -> torch.Tensor:
-        """So many bytes of a tensor from number `first` on: uint8, flat."""
+        """Return so many bytes of a tensor from number `first` on: uint8, flat."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.fill(memory, place, first)
         return memory
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """What the format calls a dtype; None: it doesn't have it."""
+    """Return what the format calls a dtype; None: it doesn't have it."""
     return _NAME_OF.get(dtype)
 
 
@@ -155,14 +155,16 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def beginning(header: Mapping[str, object], alignment: int) -> bytes:
-    """What a file with such a header begins with, a multiple of `alignment` bytes: its length, it, and spaces."""
+    """Return what a file with such a header begins with, a multiple of `alignment` bytes: its length, it, and
+    spaces."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
 def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, TensorInFile]]:
-    """What a file at `path` with such tensors begins with, and where each is in it, in the order of their bytes."""
+    """Return what a file at `path` with such tensors begins with, and where each is in it, in the order of their
+    bytes."""
     by_alignment = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)  # stable
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = [0]
@@ -177,7 +179,7 @@ def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, Tens
 
 
 def places_in(path: Path) -> dict[str, TensorInFile]:
-    """Where each tensor of a file is.
+    """Return where each tensor of a file is.
 
     Raises: CheckpointError for a file that can't be read, is none of this format or not whole, or has a tensor of a
     dtype that torch doesn't have.
@@ -192,7 +194,7 @@ def places_in(path: Path) -> dict[str, TensorInFile]:
     except (OSError, ValueError, CheckpointError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"'{path}' can't be read as a safetensors file: {error}. Copy it anew") from error
     header.pop("__metadata__", None)
-    found = {}
+    places = {}
     for name, entry in header.items():
         if not name.isprintable():  # it would command the terminal that it is printed on
             raise CheckpointError(f"'{path}' has the tensor {shortened(name)}, whose name can't be printed: rename it")
@@ -203,5 +205,5 @@ def places_in(path: Path) -> dict[str, TensorInFile]:
                 "that wrote it"
             )
         kind = Kind(dtype, tuple(entry["shape"]))
-        found[name] = TensorInFile(path, kind, 8 + length + entry["data_offsets"][0])
-    return found
+        places[name] = TensorInFile(path, kind, 8 + length + entry["data_offsets"][0])
+    return places

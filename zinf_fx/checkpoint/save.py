@@ -13,37 +13,36 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint import manifest as names
-from zinf_fx.checkpoint.background import CopyBehind, Pace
-from zinf_fx.checkpoint.copying import IN_FLIGHT, Holding, PlaceInFile, SavedRun, Transfer, copy
-from zinf_fx.checkpoint.entries import LARGEST, Collected, Parts, between_steps, modules_in, parts_of, unwritten_in
+from zinf_fx.checkpoint.background import BackgroundCopy, Pace
+from zinf_fx.checkpoint.catalog import discard_all, proven_in
+from zinf_fx.checkpoint.copying import IN_FLIGHT, LocalShard, ShardRange, Transfer, copy
+from zinf_fx.checkpoint.entries import Collected, StateEntries, between_steps, modules_in, state_entries, unwritten_in
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, opened, refusals, sync
-from zinf_fx.checkpoint.garbage_collection import discard_all, proven_in
 from zinf_fx.checkpoint.manifest import (
     Manifest,
     Manifests,
-    SavedBox,
     SavedFile,
     SavedPiece,
     SavedTensor,
+    ShardMetadata,
     begins_manifest,
     check_sound,
     to_text,
 )
 from zinf_fx.checkpoint.models import all_ranks, together
 from zinf_fx.checkpoint.safetensors_format import beginning, name_of
-from zinf_fx.checkpoint.sharing import Frozen, KeptInStore, NotFrozenError
+from zinf_fx.checkpoint.sharing import Snapshot
 from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import CheckpointError
 from zinf_fx.interrupts import held_back
 from zinf_fx.native.engine import File, FileTicket, crc32c_at
-from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.boxes import Box
@@ -54,7 +53,7 @@ log = logging.getLogger("zinf_fx")
 Report = Callable[[int], object]
 
 COPIED_AT_ONCE = 2 << 20
-"""Bytes that are written at a time behind training, while twice as many are read: of its memory, little is taken."""
+"""Bytes that are written at a time in the background, while twice as many are read: they take little memory."""
 
 
 def save_checkpoint(
@@ -76,13 +75,13 @@ def save_checkpoint(
     were then.
     """
     check_path(directory, "save_checkpoint")
-    save(Path(directory), parts_of(model, optimizer, extra))
+    save(Path(directory), state_entries(model, optimizer, extra))
 
 
 @dataclass(frozen=True)
-class Behind:
-    """That bytes are to be copied behind training, where they have to be copied. `bandwidth`: bytes per second, at
-    most; None: as `behind.Pace` does without."""
+class Background:
+    """Says that what has to be copied is copied in the background, where it can be. `bandwidth`: bytes per second, at
+    most; None: as `background.Pace` does without."""
 
     bandwidth: float | None = None
 
@@ -91,101 +90,109 @@ class Behind:
 @no_search_for_cycles()
 def save(
     directory: Path,
-    parts: Parts,
+    entries: StateEntries,
     files: Files = FILES,
     report: Report = lambda nbytes: None,
     newest: str | None = None,
     others: Sequence[Path] = (),
-    behind: Behind | None = None,
+    background: Background | None = None,
     manifests: Manifests | None = None,
-) -> CopyBehind | None:
-    """As `save_checkpoint`. `report` is told of bytes that were written; `newest`: the time in the manifest of the
-    checkpoint that this one is to come after, whatever the clock says; `others`: directories of checkpoints that it
-    replaces, too, which are removed when it is there. With `behind`, returns what goes on behind training, if anything
-    does: see [Note: copies behind training]. `manifests` are told of the one that is written."""
-    ranks, started = all_ranks(*modules_in(parts)), time.perf_counter()
+) -> BackgroundCopy | None:
+    """Save as `save_checkpoint` does. `report` is told of bytes that were written; `newest`: the time in the manifest
+    of the checkpoint that this one comes after, whatever the clock says; `others`: directories of checkpoints that it
+    replaces, too, which are removed when it is there. With `background`, returns what goes on in the background, if
+    anything does: see [Note: copies in the background]. `manifests` are told of the manifest that is written."""
+    ranks, started = all_ranks(*modules_in(entries)), time.perf_counter()
     directory, *others = replaced = [path.absolute() for path in (directory, *others)]
     with ExitStack() as rooms:
         still = rooms.enter_context(ExitStack())  # in which nothing is changed
         with together("collecting what is to be saved", ranks):
-            still.enter_context(between_steps(parts, whole=True))
+            still.enter_context(between_steps(entries, whole=True))
             collected = Collected(ranks.rank, ranks.size)
-            mine = {name: {"kind": part.kind, **part.collect(collected)} for name, part in parts.items()}
-            for tiers in {one for holding in collected.tensors.values() if (one := holding.tiers) is not None}:
+            mine = {name: {"kind": entry.kind, **entry.collect(collected)} for name, entry in entries.items()}
+            for tiers in {tiers for shard in collected.tensors.values() if (tiers := shard.tiers) is not None}:
                 still.enter_context(tiers.stepping())
         values = equal_or_by_rank(ranks, mine)
-        runs = divided(ranks, collected.tensors)
+        ranges = divided(ranks, collected.tensors)
         token = ranks.of_first(secrets.token_hex(4), "the name of a checkpoint's files")
-        kept = KeptInStore(directory, partial(names.link_name, token, ranks.rank), files)
+        snapshot = Snapshot(directory, partial(names.link_name, token, ranks.rank), files)
         settled = rooms.enter_context(ExitStack())
-        settled.callback(kept.settle)
+        settled.callback(snapshot.settle)
         with together(f"preparing {directory.name}", ranks):
             if ranks.rank == 0:
                 rooms.enter_context(_prepared(directory, files, token))
+        may_wait = background is not None and ranks.size == 1
         with together(f"keeping what is in the store for {directory.name}", ranks), refusals("saving", directory):
-            kept.keep(runs, unwritten_in(parts), replaced)
-        what = collected.tensors, collected.same, values, kept
-        now, manifests = _time_after(newest), manifests or Manifests()
-        begun = _Begun(directory, files, ranks, token, *what, others, started, now, manifests)
-        frozen = None if behind is None else _frozen(directory, parts, kept, ranks)
-        if behind is None or frozen is None:
-            begun.complete(laid_out(kept.others), report)
+            snapshot.take(ranges, unwritten_in(entries), replaced, may_wait=may_wait)
+        prepared = _Prepared(directory, files, ranks, token, collected, values, snapshot, _time_after(newest))
+        layout = laid_out(snapshot.copied)
+
+        def complete(report: Report, in_flight: int = IN_FLIGHT) -> None:
+            manifest = prepared.complete(layout, others, manifests or Manifests(), report, in_flight)
+            size, how, seconds = in_words(manifest.nbytes), _in_words(snapshot, manifest), time.perf_counter() - started
+            log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
+
+        if background is None or not snapshot.in_background:
+            complete(report)
             return None
-        rooms.callback(frozen.release)
-        layout = laid_out(frozen.runs)
+        rooms.callback(snapshot.release)
         settled.close()
         still.close()
-        pace = Pace(partial(_moved_by_others, frozen, [tiers.store for tiers in frozen.tiers]), behind.bandwidth)
-        behind_training = rooms.pop_all()
+        pace = Pace(partial(_moved_by_others, snapshot), background.bandwidth)
+        open_rooms = rooms.pop_all()
 
-    def complete() -> None:
-        with behind_training:
-            begun.complete(layout, lambda nbytes: (report(nbytes), pace.keep(nbytes)), COPIED_AT_ONCE)
+    def complete_in_background() -> None:
+        with open_rooms:
+            complete(lambda nbytes: (report(nbytes), pace.keep(nbytes)), COPIED_AT_ONCE)
 
     try:
-        return CopyBehind(f"copying a checkpoint to {directory} behind training", complete, pace)
+        return BackgroundCopy(f"copying a checkpoint to {directory} in the background", complete_in_background, pace)
     except BaseException:
-        behind_training.close()
+        open_rooms.close()
         raise
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _Prepared:
     """A save whose directory is prepared, and for which all that is in stores is kept as it is.
 
     Attributes:
-        tensors, same: as they were collected; `values`: of all parts.
-        started: by `time.perf_counter`; `time`: in the manifest; `manifests` are told of it.
+        values: the plain values of all entries.
+        time: the time in the manifest.
     """
 
     directory: Path
     files: Files
     ranks: Ranks
     token: str
-    tensors: Mapping[str, Holding]
-    same: dict[str, str]
+    collected: Collected
     values: dict[str, Any]
-    kept: KeptInStore
-    others: Sequence[Path]
-    started: float
+    snapshot: Snapshot
     time: str
-    manifests: Manifests
 
-    def complete(self, layout: Layout, report: Report, in_flight: int = IN_FLIGHT) -> None:
-        """Copy what is laid out, and commit."""
-        directory, ranks, files = self.directory, self.ranks, self.files
-        paths = [directory / names.data_name(self.token, ranks.rank, number) for number in range(len(layout.sizes))]
-        with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", directory):
-            sums = _written(ranks, directory, layout, paths, files, report, in_flight)
-        report(self.kept.nbytes)
-        self._commit(layout, sums, paths)
+    def complete(
+        self, layout: Layout, others: Sequence[Path], manifests: Manifests, report: Report, in_flight: int
+    ) -> Manifest:
+        """Copy what is laid out, and commit. Returns the manifest."""
+        names_in_order = (names.data_name(self.token, self.ranks.rank, number) for number in range(len(layout.sizes)))
+        paths = [self.directory / name for name in names_in_order]
+        with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", self.directory):
+            sums = _written(self.ranks, self.directory, layout, paths, self.files, report, in_flight)
+        report(self.snapshot.shared_nbytes)
+        return self._commit(layout, sums, paths, others, manifests)
 
     @no_search_for_cycles()
-    def _commit(self, layout: Layout, sums: Sequence[int], paths: Sequence[Path]) -> None:
-        """The same, of what is copied: its checksums, by places, and its files."""
+    def _commit(
+        self,
+        layout: Layout,
+        sums: Sequence[int],
+        paths: Sequence[Path],
+        others: Sequence[Path],
+        manifests: Manifests,
+    ) -> Manifest:
         directory, ranks, files = self.directory, self.ranks, self.files
-        found = ranks.of_all(self._parts_saved(layout, sums, paths), "what each rank saved")
-        manifest = _manifest(found, self.values, self.time)
+        saved = ranks.of_all(self._saved(layout, sums, paths), "what each rank saved")
+        manifest = _manifest(saved, self.values, self.time)
         with together(f"committing the checkpoint in {directory.name}", ranks):
             if ranks.rank == 0:
                 check_sound(manifest, "the checkpoint to write")
@@ -193,54 +200,41 @@ class _Begun:
                 with refusals("committing a checkpoint", directory):
                     proven = proven_in(directory)
                     names.commit(files, directory, text)
-                    self.manifests.add(directory, manifest)
+                    manifests.add(directory, manifest)
                     _remove(files, names.leftovers(directory, text, proven))
-                discard_all(self.others)
-        seconds = time.perf_counter() - self.started
-        size, how = in_words(manifest.nbytes), _in_words(self.kept, manifest)
-        log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
+                discard_all(others)
+        return manifest
 
-    def _parts_saved(
+    def _saved(
         self, layout: Layout, sums: Sequence[int], paths: Sequence[Path]
     ) -> tuple[list[SavedTensor], dict[str, str], list[SavedFile]]:
-        """What this rank has saved: its pieces, the other names of tensors, and its files."""
+        """Return what this rank has saved: its pieces, the other names of tensors, and its files."""
+        links = self.snapshot.files
         pieces: dict[str, list[SavedPiece]] = {}
-        for name, piece in self.kept.pieces:
+        for name, piece in self.snapshot.shared:
             pieces.setdefault(name, []).append(piece)
         for place, crc in zip(layout.places, sums, strict=True):
-            number = len(self.kept.files) + place.file
-            piece = SavedPiece(place.elements.start, len(place.elements), number, place.offset, crc)
-            pieces.setdefault(place.run.name, []).append(piece)
+            elements, number = place.copied.elements, len(links) + place.file
+            piece = SavedPiece(elements.start, len(elements), number, place.offset, crc)
+            pieces.setdefault(place.copied.name, []).append(piece)
         tensors = []
-        for name, holding in self.tensors.items():
-            box = SavedBox(holding.box.offsets, holding.box.shape, tuple(pieces.get(name, ())))
-            tensors.append(SavedTensor(name, holding.dtype, holding.shape, (box,)))
+        for name, shard in self.collected.tensors.items():
+            metadata = ShardMetadata(shard.box.offsets, shard.box.shape, tuple(pieces.get(name, ())))
+            tensors.append(SavedTensor(name, shard.dtype, shard.shape, (metadata,)))
         files = [SavedFile(path.name, nbytes) for path, nbytes in zip(paths, layout.sizes, strict=True)]
-        return tensors, self.same, self.kept.files + files
+        return tensors, self.collected.same, links + files
 
 
-def _frozen(directory: Path, parts: Parts, kept: KeptInStore, ranks: Ranks) -> Frozen | None:
-    """What is to be copied, kept as it is for that long. None where nothing has to be, but for what is in memory, or
-    it can't be kept."""
-    if ranks.size > 1 or kept.why_copied is None or kept.pieces:
-        return None
-    try:
-        return Frozen(kept.others, unwritten_in(parts), LARGEST)
-    except NotFrozenError as error:
-        log.info("the checkpoint in %s is copied while training waits: %s", directory, error)
-        return None
+def _moved_by_others(snapshot: Snapshot) -> int:
+    """Return the bytes that stores have moved so far, but for the copies of a snapshot."""
+    counters = [store.counters() for store in snapshot.stores]
+    return sum(counter.bytes_read + counter.bytes_written for counter in counters) - snapshot.bytes_read
 
 
-def _moved_by_others(frozen: Frozen, stores: Sequence[Store]) -> int:
-    """Bytes that stores have moved so far, but for the copies of what is frozen."""
-    counters = [store.counters() for store in stores]
-    return sum(one.bytes_read + one.bytes_written for one in counters) - frozen.bytes_read
-
-
-def _in_words(kept: KeptInStore, manifest: Manifest) -> str:
-    """How it was saved, if there was a choice."""
-    if kept.why_copied is not None:
-        return f", by copying: {kept.why_copied}"
+def _in_words(snapshot: Snapshot, manifest: Manifest) -> str:
+    """Say how it was saved, if there was a choice."""
+    if snapshot.why_copied is not None:
+        return f", by copying: {snapshot.why_copied}"
     if not manifest.in_store_nbytes:
         return ""
     copied = manifest.nbytes - manifest.in_store_nbytes
@@ -249,7 +243,7 @@ def _in_words(kept: KeptInStore, manifest: Manifest) -> str:
 
 @contextmanager
 def _prepared(directory: Path, files: Files, token: str) -> Iterator[None]:
-    """A block in which the directory is this process's to save to, without what is left of other saves. Where the block
+    """Open a block in which only this process saves to the directory, without what is left of other saves. Where it
     fails, what all ranks wrote under this save's token is removed: other ranks can't know whether it was committed."""
     pid = os.getpid()
     with refusals("making a directory for a checkpoint", directory):
@@ -281,7 +275,7 @@ def _written(
     report: Report,
     in_flight: int,
 ) -> list[int]:
-    """Write this rank's data files. Returns the checksums of its pieces. All names are on the device then."""
+    """Write this rank's data files, whose names are on the device then. Returns the checksums of its pieces."""
     with together("reserving space for the checkpoint", ranks):
         for path, nbytes in zip(paths, layout.sizes, strict=True):
             make_file(files, path, nbytes)
@@ -303,19 +297,20 @@ def _copied(layout: Layout, handles: Sequence[File], files: Files, report: Repor
             begun = place.file
             header = _in_pages(torch.frombuffer(bytearray(layout.headers[begun]), dtype=torch.uint8))
             files.start_write(handles[begun], header.data_ptr(), 0, header.nbytes, header).wait()
-        known = place.run.holding.checksum(place.elements)
-        sums.append(crc32c_at(elements.data_ptr(), place.nbytes) if known is None else known)
-        if elements.data_ptr() % PAGE or place.nbytes % PAGE:
+        known = place.copied.shard.checksum(place.copied.elements)
+        nbytes = place.copied.nbytes
+        sums.append(crc32c_at(elements.data_ptr(), nbytes) if known is None else known)
+        if elements.data_ptr() % PAGE or nbytes % PAGE:
             elements = _in_pages(elements)
-        return files.start_write(handles[place.file], elements.data_ptr(), place.offset, blocks(place.nbytes), elements)
+        return files.start_write(handles[place.file], elements.data_ptr(), place.offset, blocks(nbytes), elements)
 
-    places = (Transfer(place.nbytes, partial(place.run.holding.read, place.elements), place) for place in layout.places)
-    copy(places, write, report, in_flight)
+    reads = ((place, partial(place.copied.shard.read, place.copied.elements)) for place in layout.places)
+    copy((Transfer(place.copied.nbytes, read, place) for place, read in reads), write, report, in_flight)
     return sums
 
 
 def _in_pages(elements: torch.Tensor) -> torch.Tensor:
-    """A copy in whole pages, with zeros behind the bytes."""
+    """Return a copy in whole pages, with zeros behind the bytes."""
     pages = aligned_empty(elements.nbytes)
     pages[: elements.nbytes] = elements.contiguous().view(torch.uint8)
     pages[elements.nbytes :] = 0
@@ -323,20 +318,21 @@ def _in_pages(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _manifest(
-    found: Sequence[tuple[list[SavedTensor], dict[str, str], list[SavedFile]]], values: dict[str, Any], time: str
+    saved: Sequence[tuple[list[SavedTensor], dict[str, str], list[SavedFile]]], values: dict[str, Any], time: str
 ) -> Manifest:
-    """That of a checkpoint, from what each rank saved."""
+    """Return the manifest of what each rank saved."""
     tensors: list[SavedTensor] = []
     same: dict[str, str] = {}
     files: list[SavedFile] = []
-    for parts, others, its_files in found:
-        tensors += (_moved(part, len(files)) for part in parts) if files else parts
-        same |= others
-        files += its_files
+    for tensors_of_rank, same_of_rank, files_of_rank in saved:
+        first = len(files)
+        tensors += (_moved(tensor, first) for tensor in tensors_of_rank) if files else tensors_of_rank
+        same |= same_of_rank
+        files += files_of_rank
     return Manifest(
         made_by=f"zinf_fx {version('zinf-fx')}, torch {torch.__version__}",
         time=time,
-        ranks=len(found),
+        ranks=len(saved),
         files=tuple(files),
         tensors=merged(tensors),
         same=tuple(same.items()),
@@ -345,7 +341,7 @@ def _manifest(
 
 
 def _time_after(newest: str | None) -> str:
-    """Now, or the second after `newest` where the clock was set back: checkpoints have the order of their times."""
+    """Return now, or the second after `newest` where the clock was set back: times order checkpoints."""
     now = datetime.now(UTC)
     if newest is not None:
         now = max(now, datetime.fromisoformat(newest) + timedelta(seconds=1))
@@ -353,12 +349,12 @@ def _time_after(newest: str | None) -> str:
 
 
 def _moved(tensor: SavedTensor, first: int) -> SavedTensor:
-    """The same, when files are counted from `first` on."""
-    boxes = (
-        replace(box, pieces=tuple(replace(piece, file=piece.file + first) for piece in box.pieces))
-        for box in tensor.boxes
+    """Return a tensor whose files are counted from `first` on."""
+    shards = (
+        replace(shard, pieces=tuple(replace(piece, file=piece.file + first) for piece in shard.pieces))
+        for shard in tensor.boxes
     )
-    return replace(tensor, boxes=tuple(boxes))
+    return replace(tensor, boxes=tuple(shards))
 
 
 def _remove(files: Files, paths: Sequence[Path]) -> None:
@@ -371,15 +367,18 @@ def _remove(files: Files, paths: Sequence[Path]) -> None:
 
 
 LARGEST_FILE = 4 << 30
-"""Bytes of a data file, about: what is behind that goes to another one."""
-
+"""Bytes of a data file, about: what comes behind them goes to another file."""
 
 LARGEST_PIECE = 8 << 20
 """Bytes of a piece that is copied, at most: several are under way at a time."""
 
 
-_Piece = tuple[SavedRun, range, int]
-"""Some elements of a run, and the bytes before them in their file, but for its header."""
+class PlaceInFile(NamedTuple):
+    """Elements that are copied, the number of their file, and their offset there."""
+
+    copied: ShardRange
+    file: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -391,125 +390,117 @@ class Layout:
     sizes: tuple[int, ...]
 
 
-def laid_out(runs: Iterable[SavedRun], largest: int = LARGEST_FILE) -> Layout:
-    """A layout of runs, in their order, in files of about `largest` bytes at most."""
-    files: list[list[list[_Piece]]] = []  # of each, pieces in a row of the same run
+def laid_out(ranges: Iterable[ShardRange], largest: int = LARGEST_FILE) -> Layout:
+    """Lay ranges out, in their order, in files of about `largest` bytes at most."""
+    files: list[list[list[PlaceInFile]]] = []  # in each file, rows of pieces of one range; offsets are without header
     filled = largest
-    for run in runs:
-        row, itemsize = None, run.holding.dtype.itemsize
-        for elements in run.holding.chunks(run.elements, LARGEST_PIECE):
-            nbytes = blocks(len(elements) * itemsize)
-            if filled + nbytes > largest:
+    for shard_range in ranges:
+        row, shard = None, shard_range.shard
+        for elements in shard.chunks(shard_range.elements, LARGEST_PIECE):
+            piece = ShardRange(shard_range.name, shard, elements)
+            if filled + blocks(piece.nbytes) > largest:
                 files.append([])
                 filled, row = 0, None
             if row is None:
                 row = []
                 files[-1].append(row)
-            row.append((run, elements, filled))
-            filled += nbytes
-    headers = [_header(entries) for entries in files]
+            row.append(PlaceInFile(piece, len(files) - 1, filled))
+            filled += blocks(piece.nbytes)
+    headers = [_header(rows) for rows in files]
     places = [
-        PlaceInFile(run, elements, number, len(headers[number]) + offset)
-        for number, rows in enumerate(files)
+        place._replace(offset=place.offset + len(header))
+        for rows, header in zip(files, headers, strict=True)
         for row in rows
-        for run, elements, offset in row
+        for place in row
     ]
-    ends = {one.file: blocks(one.offset + one.nbytes) for one in places}
+    ends = {place.file: blocks(place.offset + place.copied.nbytes) for place in places}
     return Layout(tuple(places), tuple(headers), tuple(ends[number] for number in range(len(files))))
 
 
-def _header(entries: Sequence[Sequence[_Piece]]) -> bytes:
-    """How a safetensors file begins, in whole pages. `entries`: its tensors, each as pieces in a row."""
+def _header(rows: Sequence[Sequence[PlaceInFile]]) -> bytes:
+    """Return how a safetensors file with these tensors begins, in whole pages. Each is a row of pieces."""
     described: dict[str, dict] = {}
-    for row in entries:
-        (run, first, begin), (_, last, offset) = row[0], row[-1]
-        holding, elements = run.holding, range(first.start, last.stop)
-        end = offset + len(last) * holding.dtype.itemsize
-        shape = list(holding.box.shape) if len(elements) == holding.box.numel else [len(elements)]
-        dtype = name_of(holding.dtype)
+    for row in rows:
+        first, last = row[0], row[-1]
+        shard, elements = first.copied.shard, range(first.copied.elements.start, last.copied.elements.stop)
+        begin, end = first.offset, last.offset + last.copied.nbytes
+        shape = list(shard.box.shape) if len(elements) == shard.box.numel else [len(elements)]
+        dtype = name_of(shard.dtype)
         if dtype is None:
             dtype, shape = "U8", [end - begin]
-        name = run.name + _suffix(holding, elements)
-        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        corner = "" if shard.box == Box.whole(shard.shape) else f" from {list(shard.box.offsets)}"
+        part = "" if len(elements) == shard.box.numel else f", elements {elements.start} to {elements.stop}"
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        described[first.copied.name + corner + part] = entry
         if (padded := blocks(end)) > end:
             described[f"padding at {end}"] = {"dtype": "U8", "shape": [padded - end], "data_offsets": [end, padded]}
     return beginning(described, PAGE)
 
 
-def _suffix(holding: Holding, elements: range) -> str:
-    """What tells a part of a tensor from others."""
-    corner = "" if holding.box == Box.whole(holding.shape) else f" from {list(holding.box.offsets)}"
-    part = "" if len(elements) == holding.box.numel else f", elements {elements.start} to {elements.stop}"
-    return corner + part
-
-
-_WHAT = "what each rank has to save"
-
 Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor's name, its box's offsets and shape, and the first element and the one behind the last."""
 
 
-def divided(ranks: Ranks, tensors: Mapping[str, Holding]) -> list[SavedRun]:
-    """The elements that this rank is to save, of those that it has.
+def divided(ranks: Ranks, tensors: Mapping[str, LocalShard]) -> list[ShardRange]:
+    """Return the elements that this rank saves, of those that it has.
 
-    Of what several ranks have, stored tensors go to the one that has least to save so far, and ordinary ones, which may
-    differ, to the first.
+    What several ranks have is saved by the one that has least to save so far, if it is stored, and by the first, if it
+    is in memory, where ranks may differ.
     """
-    runs = [SavedRun(name, holding, elements) for name, holding in tensors.items() for elements in holding.own]
+    ranges = [ShardRange(name, shard, elements) for name, shard in tensors.items() for elements in shard.owned]
     if ranks.size == 1:
-        return runs
-    mine = {_key(run): run for run in runs}
-    offers = ranks.of_all([(key, run.nbytes, run.holding.is_ordinary) for key, run in mine.items()], _WHAT)
-    having: dict[Key, list[int]] = {}
+        return ranges
+    mine = {_key(shard_range): shard_range for shard_range in ranges}
+    offers = [(key, shard_range.nbytes, shard_range.shard.is_in_memory) for key, shard_range in mine.items()]
+    owners: dict[Key, list[int]] = {}
     described: dict[Key, tuple[int, bool]] = {}
-    for rank, found in enumerate(offers):
-        for key, nbytes, is_ordinary in found:
-            having.setdefault(key, []).append(rank)
-            described[key] = nbytes, is_ordinary
+    for rank, offers_of_rank in enumerate(ranks.of_all(offers, "what each rank has to save")):
+        for key, nbytes, is_in_memory in offers_of_rank:
+            owners.setdefault(key, []).append(rank)
+            described[key] = nbytes, is_in_memory
     loads = [0] * ranks.size
     taken: list[Key] = []
-    for key, several in having.items():
-        nbytes, is_ordinary = described[key]
-        saver = several[0] if is_ordinary else min(several, key=loads.__getitem__)
+    for key, candidates in owners.items():
+        nbytes, is_in_memory = described[key]
+        saver = candidates[0] if is_in_memory else min(candidates, key=loads.__getitem__)
         loads[saver] += nbytes
         if saver == ranks.rank:
             taken.append(key)
     return [mine[key] for key in taken]
 
 
-def merged(parts: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
-    """The tensors of which ranks saved these parts."""
-    boxes: dict[str, dict[tuple, list]] = {}
-    described: dict[str, SavedTensor] = {}
-    for part in parts:
-        described.setdefault(part.name, part)
-        for box in part.boxes:
-            boxes.setdefault(part.name, {}).setdefault(box.box, []).extend(box.pieces)
+def _key(shard_range: ShardRange) -> Key:
+    box = shard_range.shard.box
+    return shard_range.name, box.offsets, box.shape, shard_range.elements.start, shard_range.elements.stop
+
+
+def merged(saved: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+    """Join what ranks saved of the same tensors."""
+    pieces: dict[str, dict[Box, list[SavedPiece]]] = {}
+    first: dict[str, SavedTensor] = {}
+    for tensor in saved:
+        first.setdefault(tensor.name, tensor)
+        for shard in tensor.boxes:
+            pieces.setdefault(tensor.name, {}).setdefault(shard.box, []).extend(shard.pieces)
+
+    def in_order(box: Box, pieces: list[SavedPiece]) -> ShardMetadata:
+        return ShardMetadata(box.offsets, box.shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
+
     return tuple(
-        SavedTensor(name, one.dtype, one.shape, tuple(_in_order(box, found) for box, found in boxes[name].items()))
-        for name, one in described.items()
+        replace(tensor, boxes=tuple(in_order(box, of_box) for box, of_box in pieces[name].items()))
+        for name, tensor in first.items()
     )
 
 
 def equal_or_by_rank(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of each part: once, if all ranks have the same; else those of each."""
-    found = ranks.of_all(values, "plain values to save")
-    together: dict[str, Any] = {}
-    for name in dict.fromkeys(name for each in found for name in each):
-        several = [each.get(name) for each in found]
-        same = all(one == several[0] for one in several)
-        together[name] = several[0] if same else {"kind": _kind(several), "ranks": several}
-    return together
-
-
-def _kind(several: list[Any]) -> str:
-    return next(one["kind"] for one in several if one is not None)
-
-
-def _key(run: SavedRun) -> Key:
-    box = run.holding.box
-    return run.name, box.offsets, box.shape, run.elements.start, run.elements.stop
-
-
-def _in_order(box: Any, pieces: list) -> SavedBox:
-    return SavedBox(box.offsets, box.shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
+    """Return the plain values of each entry: once, if all ranks have the same; else those of each rank."""
+    of_ranks = ranks.of_all(values, "plain values to save")
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        of_entry = [of_rank.get(name) for of_rank in of_ranks]
+        if all(value == of_entry[0] for value in of_entry):
+            joined[name] = of_entry[0]
+        else:
+            kind = next(value["kind"] for value in of_entry if value is not None)
+            joined[name] = {"kind": kind, "ranks": of_entry}
+    return joined

@@ -1,14 +1,18 @@
-"""Checkpoints by generations: what is in the store stays where it is, and the next step is written elsewhere.
+"""Which bytes a checkpoint and a store share, which are copied, and when.
 
-[Note: checkpoints by generations]
-A step rewrites parameters and states anyway. So the checkpoint's directory gets a hard link to each data file of the
-store, and the manifest says where in it the pieces are, with checksums that were made when they were written. What is
-written from then on goes to other extents: see [Note: generations] in `runtime.disk.copy_on_write`. Nothing is moved,
-and for twice the disk the step before is there, as often as one likes. It ends with the link: whatever removed that,
-the next save finds it gone, and its extents are the store's again.
+[Note: sharing]
+`decide` says this for each piece that is saved or loaded:
 
-That takes a directory on the file system of the store, and checksums in it. Else, and for what isn't in a store, for
-pieces that begin within a page, and for those whose checksum is not known, the bytes are copied.
+- **Shared.** A step rewrites parameters and states anyway. So a saved checkpoint gets a hard link to each data file of
+  the store, and the manifest says where in it the pieces are, with the checksums that were made when they were written.
+  What is written from then on goes to other extents: see [Note: generations] in `runtime.disk.copy_on_write`. Nothing
+  moves, and for twice the disk the step before is there. It ends with the link: whatever removed that, the next save
+  finds it gone, and its extents are the store's again. A load does the reverse: the store links the checkpoint's data
+  files, compares their checksums, and uses what is in them where it is.
+- **Copied in the background.** What can't be shared, such as with a directory on another file system, is kept in the
+  store as if it were, without a link, and copied while training goes on. Tensors in memory are small then, and cloned.
+- **Copied at once**, while training waits: all else. That is what is in memory, pieces that don't begin with a page,
+  and those whose checksum is not known. Exports and conversions have files of another form, and share nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from zinf_fx.checkpoint.copying import Holding, Read, SavedRun, read_pieces
-from zinf_fx.checkpoint.entries import Matching
+from zinf_fx.checkpoint.copying import LocalShard, Read, ShardRange, read_pieces
+from zinf_fx.checkpoint.entries import LARGEST, Matching
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.manifest import Manifest, SavedFile, SavedPiece, SavedTensor, rank_of
 from zinf_fx.errors import CheckpointError, StoreError
@@ -40,65 +45,122 @@ from zinf_fx.sizes import PAGE, blocks, in_words, pieces_of
 
 log = logging.getLogger("zinf_fx")
 
+P = TypeVar("P")
+S = TypeVar("S")
+
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-class KeptInStore:
-    """What of a rank's runs stays in its stores for one checkpoint.
+class How(Enum):
+    """How a checkpoint and a store come by the same bytes: see [Note: sharing]."""
+
+    SHARE = "share"
+    COPY = "copy at once"
+    COPY_IN_BACKGROUND = "copy in the background"
+
+
+def decide(
+    pieces: Iterable[P], shareable: Callable[[P], S | None], *, in_background: bool = False
+) -> Iterator[tuple[P, How, S | None]]:
+    """Say of each piece whether it is shared or copied, and when: see [Note: sharing].
+
+    `shareable` returns where the bytes of a piece are that can be shared; None: they can't. That is yielded, too. With
+    `in_background`, what is copied can be kept as it is while training goes on.
+    """
+    copied = How.COPY_IN_BACKGROUND if in_background else How.COPY
+    for piece in pieces:
+        place = shareable(piece)
+        yield piece, copied if place is None else How.SHARE, place
+
+
+class SnapshotError(Exception):
+    """Something can't be kept as it is while training goes on; the message says why."""
+
+
+class _Places(NamedTuple):
+    """Where consecutive elements are in a store: their bytes in its allocation, and the parts of files with these."""
+
+    nbytes: range
+    parts: list[tuple[FilePart, int]]  # each with its checksum
+
+
+class Snapshot:
+    """What a rank saves to one checkpoint, kept as it is until `settle` and, in the background, until `release`.
 
     Attributes:
-        pieces: those that stay, each with the name of its tensor.
-        nbytes: of the elements of these.
-        others: runs that have to be copied.
-        files: the links, by which pieces are counted.
-        why_copied: why what is in a store is copied all the same; None: it isn't.
+        shared: pieces that stay in the store, each with the name of its tensor; `shared_nbytes`: their size.
+        files: the links to the store's files, by which these pieces count.
+        copied: what is to be copied; with `in_background`, while training goes on.
+        why_copied: why what is in a store is copied; None if it isn't.
+        bytes_read: bytes that were read from stores in the background so far.
     """
 
     def __init__(self, directory: Path, name_link: Callable[[int], str], files: Files) -> None:
-        """`name_link`: the name of a link in the directory, by its number."""
+        """`name_link` returns the name of a link in the directory, by its number."""
         self._directory, self._name_link, self._files = directory.absolute(), name_link, files
-        self._generations: list[tuple[Tiers, Generation]] = []
-        self.pieces: list[tuple[str, SavedPiece]] = []
-        self.nbytes = 0
-        self.others: list[SavedRun] = []
+        self._obstacles: dict[Tiers, str | None] = {}
+        self._linked: dict[Tiers, Generation] = {}
+        self._unlinked: dict[Tiers, Generation] = {}
+        self.shared: list[tuple[str, SavedPiece]] = []
+        self.shared_nbytes = 0
         self.files: list[SavedFile] = []
+        self.copied: list[ShardRange] = []
         self.why_copied: str | None = None
-        self._tiers: list[Tiers] = []
+        self.in_background = False
+        self.bytes_read = 0
 
-    def keep(self, runs: Sequence[SavedRun], unwritten: Collection[int], replaced: Collection[Path]) -> None:
-        """Keep what is in stores. `unwritten`: keys of the storages that nobody will rewrite; `replaced`: directories
-        of checkpoints that will be gone when this one is there.
+    def take(
+        self, ranges: Sequence[ShardRange], unwritten: Collection[int], replaced: Collection[Path], *, may_wait: bool
+    ) -> None:
+        """Decide on all ranges, and keep them. `unwritten`: keys of the storages that nobody will rewrite; `replaced`:
+        directories of checkpoints that will be gone when this one is there; `may_wait`: copies may go on in the
+        background.
 
-        Raises: CheckpointError when there is no room for the next step's; OSError, StoreError.
+        Raises: CheckpointError when there is no room for the next step's values; OSError, StoreError.
         """
-        by_tiers: dict[Tiers, list[SavedRun]] = {}
-        for run in runs:
-            allocation = run.holding.allocation
-            if allocation is None or allocation.in_store is None:
-                self.others.append(run)
-            else:
-                by_tiers.setdefault(allocation.tiers, []).append(run)
-        for tiers, several in by_tiers.items():
-            self._tiers.append(tiers)
+        by_tiers: dict[Tiers, list[ShardRange]] = {}
+        for shard_range in ranges:
+            allocation = shard_range.shard.allocation
+            if allocation is not None and allocation.in_store is not None:
+                by_tiers.setdefault(allocation.tiers, []).append(shard_range)
+        for tiers, in_store in by_tiers.items():
             tiers.drain()
             tiers.release_generations()
-            why = self._obstacle(tiers) or self._keep_in(tiers, several, unwritten, replaced)
-            if why is not None:
-                self.why_copied = why
-                self.others += several
+            self._obstacles[tiers] = self._obstacle(tiers)
+            if self._obstacles[tiers] is None:
+                self._keep(tiers, in_store, unwritten, replaced)
+        how = self._share(ranges, may_wait)
+        self.why_copied = next((why for why in self._obstacles.values() if why is not None), None)
+        if how is How.COPY_IN_BACKGROUND:
+            try:
+                self._keep_copied(unwritten)
+            except SnapshotError as error:
+                self.release()
+                log.info("the checkpoint in %s is copied while training waits: %s", self._directory, error)
 
     def settle(self) -> None:
-        """The save is over, well or not: what has no links is released, and what was replaced."""
-        for tiers in self._tiers:
+        """End the save, well or not: what has no links is released, and what was replaced."""
+        for tiers in self._obstacles:
             tiers.release_generations()
-        for _, generation in self._generations:
+        for generation in self._linked.values():
             try:
                 generation.settle()
             except StoreError as error:
                 log.warning("a checkpoint that was to be removed is still there, and the next step may fail: %s", error)
 
+    def release(self) -> None:
+        """End the copies in the background: nothing is kept for them any more."""
+        for generation in self._unlinked.values():
+            generation.release()
+        self._unlinked.clear()
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores from which is copied in the background."""
+        return [tiers.store for tiers in self._unlinked]
+
     def _obstacle(self, tiers: Tiers) -> str | None:
-        """Why nothing of a store can stay in it for a checkpoint."""
+        """Return why nothing of a store can stay in it for a checkpoint."""
         if not tiers.store.checksum:
             return "the store keeps no checksums"
         device = self._directory.stat().st_dev
@@ -106,55 +168,131 @@ class KeptInStore:
             return "the store is on another file system"
         return next((_without_name(file) for file in tiers.store.files if file.in_use and not file.has_name), None)
 
-    def _keep_in(
-        self, tiers: Tiers, runs: Sequence[SavedRun], unwritten: Collection[int], replaced: Collection[Path]
-    ) -> str | None:
-        """Keep runs of one store. Returns why that is not possible; nothing is kept then."""
-        generation, earlier = Generation(tiers.store), [one for one in tiers.generations if one.is_in(replaced)]
-        rewritten: dict[CopyOnWrite, bool] = {}
-        for run in runs:
-            in_store = run.holding.copy_on_write
-            rewritten[in_store] = rewritten.get(in_store, False) or run.holding.storage.key not in unwritten
+    def _keep(
+        self, tiers: Tiers, ranges: Sequence[ShardRange], unwritten: Collection[int], replaced: Collection[Path]
+    ) -> None:
+        generation = Generation(tiers.store)
+        earlier = [generation for generation in tiers.generations if generation.is_in(replaced)]
         try:
-            generation.freeze(rewritten, earlier)
+            generation.freeze(_rewritten(ranges, unwritten), earlier)
         except StoreError as error:
             raise CheckpointError(
                 f"saving a checkpoint to {self._directory} was refused, because there is no room to write the next "
                 f"step to while this one is kept: {error}"
             ) from error
         tiers.generations.append(generation)
-        self._generations.append((tiers, generation))
-        return self._link(tiers, generation, runs)
+        self._linked[tiers] = generation
 
-    def _link(self, tiers: Tiers, generation: Generation, runs: Sequence[SavedRun]) -> str | None:
-        """Give the data files their names in the checkpoint. Returns why that is not possible."""
-        kept = _Kept(generation, len(self.files))
-        for run in runs:
-            kept.look_for(run)
+    def _share(self, ranges: Sequence[ShardRange], may_wait: bool) -> How:
+        """Share what can be, and leave the rest to be copied. Returns how that is copied: in the background where no
+        store shares anything. A store that can't be linked after all shares nothing, and all is decided anew."""
+        linked: set[Tiers] = set()
+        while True:
+            in_background = may_wait and bool(self._obstacles) and None not in self._obstacles.values()
+            shared: dict[Tiers, list[tuple[ShardRange, _Places]]] = {}
+            self.copied = []
+            for shard_range in ranges:
+                allocation = shard_range.shard.allocation
+                is_kept = allocation is not None and allocation.tiers in self._linked
+                chunks = shard_range.in_chunks() if is_kept else [shard_range]
+                for piece, how, places in decide(chunks, self._shareable, in_background=in_background):
+                    if how is How.SHARE:
+                        assert allocation is not None and places is not None
+                        shared.setdefault(allocation.tiers, []).append((piece, places))
+                    else:
+                        self.copied.append(piece)
+            failures = {tiers: self._link(tiers, pieces) for tiers, pieces in shared.items() if tiers not in linked}
+            linked.update(shared)
+            if all(why is None for why in failures.values()):
+                return How.COPY_IN_BACKGROUND if in_background else How.COPY
+            self._obstacles |= failures
+
+    def _shareable(self, piece: ShardRange) -> _Places | None:
+        """Return where a piece is in a store that is kept, if it begins with a page, and its checksums are known."""
+        allocation, nbytes = piece.shard.allocation, piece.shard.page_range(piece.elements)
+        generation = None if allocation is None else self._linked.get(allocation.tiers)
+        if generation is None or nbytes is None:
+            return None
+        places = list(piece.shard.copy_on_write.places(generation.key, nbytes.start, len(nbytes)))
+        parts = [(part, crc) for part, crc in places if crc is not None]
+        return _Places(nbytes, parts) if parts and len(parts) == len(places) else None
+
+    def _link(self, tiers: Tiers, pieces: Sequence[tuple[ShardRange, _Places]]) -> str | None:
+        """Give the data files that have these pieces a name in the checkpoint. Returns why that is not possible."""
+        generation, content, numbers = self._linked[tiers], {}, {}
+        for _, places in pieces:
+            for part, _ in places.parts:
+                content.setdefault(part.volume, []).append(range(part.offset, part.offset + part.nbytes))
+                numbers.setdefault(part.volume, len(self.files) + len(numbers))
         files = []
-        for number, (file, content) in enumerate(kept.content.items(), len(self.files)):
-            linked, path = tiers.store.files[file], self._directory / self._name_link(number)
+        for volume, number in numbers.items():
+            linked, path = tiers.store.files[volume], self._directory / self._name_link(number)
             try:
-                generation.link(file, path, content, self._files.link)
+                generation.link(volume, path, content[volume], self._files.link)
             except OSError as error:
                 if error.errno not in _NO_LINKS and linked.has_name:
                     raise
                 for done in files:
                     self._files.remove(self._directory / done.path)
-                self._generations.remove((tiers, generation))
+                del self._linked[tiers]
                 tiers.release_generations()
                 return f"its files can't be linked ({error.strerror})" if linked.has_name else _without_name(linked)
             self._files.sync_data(linked.descriptor)
             files.append(SavedFile(path.name, linked.size, of_store=True))
-        self.pieces += kept.pieces
-        self.nbytes += kept.nbytes
-        self.others += kept.others
         self.files += files
+        for piece, places in pieces:
+            itemsize = piece.shard.dtype.itemsize
+            for part, crc in places.parts:
+                start = piece.elements.start + (part.start - places.nbytes.start) // itemsize
+                nbytes = min(part.nbytes, places.nbytes.stop - part.start)
+                padding = part.nbytes - nbytes
+                saved = SavedPiece(start, nbytes // itemsize, numbers[part.volume], part.offset, crc, padding)
+                self.shared.append((piece.name, saved))
+                self.shared_nbytes += nbytes
         return None
+
+    def _keep_copied(self, unwritten: Collection[int]) -> None:
+        """Keep what is to be copied as it is: in stores by generations without links, in memory by clones.
+
+        Raises: SnapshotError.
+        """
+        clones: dict[LocalShard, LocalShard] = {}
+        kept, ranges_of, left = [], {}, LARGEST
+        for piece in self.copied:
+            shard = piece.shard
+            if shard.is_in_memory:
+                if shard not in clones:
+                    left -= shard.tensor.nbytes
+                    if left < 0:
+                        raise SnapshotError(f"more than {in_words(-left)} of it is in memory")
+                    clones[shard] = replace(shard, tensor=shard.tensor.detach().clone())
+                kept.append(replace(piece, shard=clones[shard]))
+                continue
+            allocation = shard.allocation
+            if allocation is None or not isinstance(allocation.in_store, CopyOnWrite):
+                raise SnapshotError(f"'{piece.name}' is in memory")
+            ranges_of.setdefault(allocation.tiers, []).append(piece)
+            generation = self._unlinked.setdefault(allocation.tiers, Generation(allocation.tiers.store))
+            kept.append(replace(piece, shard=KeptShard.of_range(piece, self, generation.key)))
+        try:
+            for tiers, ranges in ranges_of.items():
+                self._unlinked[tiers].freeze(_rewritten(ranges, unwritten), [])
+        except StoreError as error:
+            raise SnapshotError(f"there is no room to write the next step to while it is copied: {error}") from error
+        self.copied, self.in_background = kept, True
+
+
+def _rewritten(ranges: Iterable[ShardRange], unwritten: Collection[int]) -> dict[CopyOnWrite, bool]:
+    """Return the bytes that these are in, and whether any of them will be rewritten."""
+    rewritten: dict[CopyOnWrite, bool] = {}
+    for shard_range in ranges:
+        in_store = shard_range.shard.copy_on_write
+        rewritten[in_store] = rewritten.get(in_store, False) or shard_range.shard.storage.key not in unwritten
+    return rewritten
 
 
 def _without_name(file: DataFile) -> str:
-    """Why what is in a file is copied that somebody has removed. The job has it open, and loses nothing."""
+    """Return why a file is copied that somebody has removed. The job has it open, and loses nothing."""
     log.warning(
         "the store's file %s was removed while its job runs, perhaps by a cleaner of temporary files: training goes "
         "on, and checkpoints are copied. Keep cleaners away from %s, or begin the next job in another store",
@@ -164,132 +302,35 @@ def _without_name(file: DataFile) -> str:
     return f"the store's file {file.path} was removed by somebody else"
 
 
-class _Kept:
-    """What of runs can stay where it lies, and which elements can't.
-
-    Attributes:
-        content: of each data file of the store, by its number, where pieces are in it, in whole pages.
-    """
-
-    def __init__(self, generation: Generation, files: int) -> None:
-        """`files`: how many links there are already."""
-        self.pieces: list[tuple[str, SavedPiece]] = []
-        self.nbytes = 0
-        self.others: list[SavedRun] = []
-        self.content: dict[int, list[range]] = {}
-        self._numbers: dict[int, int] = {}  # of the links, by data files
-        self._key, self._files = generation.key, files
-
-    def look_for(self, run: SavedRun) -> None:
-        holding, in_store, itemsize = run.holding, run.holding.copy_on_write, run.holding.dtype.itemsize
-        for elements in holding.chunks(run.elements):
-            whole = holding.in_pages(elements)
-            places = [] if whole is None else list(in_store.places(self._key, whole.start, len(whole)))
-            if whole is None or not places or any(crc is None for _, crc in places):
-                self.others.append(SavedRun(run.name, holding, elements))
-                continue
-            for place, crc in places:
-                assert crc is not None
-                start = elements.start + (place.start - whole.start) // itemsize
-                nbytes = min(place.nbytes, whole.stop - place.start)
-                number = self._numbers.setdefault(place.volume, self._files + len(self._numbers))
-                piece = SavedPiece(start, nbytes // itemsize, number, place.offset, crc, place.nbytes - nbytes)
-                self.pieces.append((run.name, piece))
-                self.nbytes += nbytes
-                self.content.setdefault(place.volume, []).append(range(place.offset, place.offset + place.nbytes))
-
-
-_PIECE = 2 << 20
-"""Bytes that are read at a time: transfers of training wait behind them."""
+_READ_AT_ONCE = 2 << 20
+"""Bytes that are read at a time in the background: transfers of training wait behind them."""
 
 _SMALL = 128 << 10
 """Bytes up to which memory comes from the allocator: it would keep larger ones for the thread that copies."""
 
 
-class NotFrozenError(Exception):
-    """Something can't be kept as it is; it says why."""
-
-
-class Frozen:
-    """Runs that are kept as they are until `release`: those in stores by [Note: generations] in
-    `runtime.disk.copy_on_write`, those in memory in copies.
-
-    Attributes:
-        runs: with holdings that read what is kept.
-        bytes_read: so far, from stores.
-    """
-
-    def __init__(self, runs: Iterable[SavedRun], unwritten: Collection[int], in_memory: int) -> None:
-        """`unwritten`: keys of the storages that nobody will rewrite; `in_memory`: bytes that are copied there, at
-        most. Nothing is on its way to the stores.
-
-        Raises: NotFrozenError; nothing is kept then.
-        """
-        self.runs: list[SavedRun] = []
-        self.bytes_read = 0
-        self._left = in_memory
-        self._generations: dict[Tiers, Generation] = {}
-        rewritten: dict[Tiers, dict[CopyOnWrite, bool]] = {}
-        copies: dict[Holding, Holding] = {}
-        for run in runs:
-            holding = run.holding
-            if holding.is_ordinary:
-                if holding not in copies:
-                    copies[holding] = self._copied(holding)
-                self.runs.append(replace(run, holding=copies[holding]))
-                continue
-            allocation = holding.allocation
-            if allocation is None or not isinstance(allocation.in_store, CopyOnWrite):
-                raise NotFrozenError(f"'{run.name}' is in memory")
-            generation = self._generations.setdefault(allocation.tiers, Generation(allocation.tiers.store))
-            several = rewritten.setdefault(allocation.tiers, {})
-            is_rewritten = holding.storage.key not in unwritten
-            several[allocation.in_store] = several.get(allocation.in_store, False) or is_rewritten
-            first = holding.in_home(run.elements).start - run.elements.start * holding.dtype.itemsize
-            kept = FrozenHolding(
-                holding.tensor, holding.shape, holding.box, self, allocation.in_store, generation.key, first
-            )
-            self.runs.append(replace(run, holding=kept))
-        try:
-            for tiers, several in rewritten.items():
-                self._generations[tiers].freeze(several, [])
-        except StoreError as error:
-            self.release()
-            raise NotFrozenError(f"there is no room to write the next step to while it is copied: {error}") from error
-
-    def release(self) -> None:
-        """Nothing is kept any more."""
-        for generation in self._generations.values():
-            generation.release()
-        self._generations.clear()
-
-    @property
-    def tiers(self) -> Sequence[Tiers]:
-        """Those whose stores have some of it."""
-        return list(self._generations)
-
-    def _copied(self, holding: Holding) -> Holding:
-        self._left -= holding.tensor.nbytes
-        if self._left < 0:
-            raise NotFrozenError(f"more than {in_words(-self._left)} of it is in memory")
-        return replace(holding, tensor=holding.tensor.detach().clone())
-
-
 @dataclass(frozen=True, eq=False)
-class FrozenHolding(Holding):
-    """A holding of one run, whose bytes are kept in a store for `keeper`.
+class KeptShard(LocalShard):
+    """A shard whose bytes are read as a snapshot keeps them.
 
     Attributes:
-        first: bytes before the box's first element there, if all elements lay side by side with those of the run.
+        first: the offset in the store of the box's first element, if all elements lay beside those of the range.
     """
 
-    frozen: Frozen
+    snapshot: Snapshot
     in_store: CopyOnWrite
     keeper: object
     first: int
 
-    def chunks(self, elements: range, nbytes: int = _PIECE) -> list[range]:
-        return pieces_of(elements, self.dtype.itemsize, min(nbytes, _PIECE))
+    @classmethod
+    def of_range(cls, kept: ShardRange, snapshot: Snapshot, keeper: object) -> KeptShard:
+        """Return the shard of one range, which is kept for `keeper`."""
+        shard, elements = kept.shard, kept.elements
+        first = shard.byte_range(elements).start - elements.start * shard.dtype.itemsize
+        return cls(shard.tensor, shard.shape, shard.box, snapshot, shard.copy_on_write, keeper, first)
+
+    def chunks(self, elements: range, nbytes: int = _READ_AT_ONCE) -> list[range]:
+        return pieces_of(elements, self.dtype.itemsize, min(nbytes, _READ_AT_ONCE))
 
     def checksum(self, elements: range) -> int | None:
         start, nbytes = self._place(elements)
@@ -301,15 +342,14 @@ class FrozenHolding(Holding):
         length = blocks(start + nbytes) - page
         pages = mapped_empty(length) if length > _SMALL else aligned_empty(length)
         ticket = self.in_store.read(pages.data_ptr(), page, length, owner=pages, keeper=self.keeper)
-        self.frozen.bytes_read += length
+        self.snapshot.bytes_read += length
         return Read(pages[start - page : start - page + nbytes].view(self.dtype), ticket)
 
     def _place(self, elements: range) -> tuple[int, int]:
-        """The offset of consecutive elements of the run in the store, and how many bytes they are."""
         return self.first + elements.start * self.dtype.itemsize, len(elements) * self.dtype.itemsize
 
 
-_Target = tuple[SavedTensor, Holding]
+_Target = tuple[SavedTensor, LocalShard]
 
 
 class _Placed(NamedTuple):
@@ -321,9 +361,12 @@ class _Placed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Whole:
-    """All that an allocation has, of one tensor or of several, as it lies in data files: in `parts`, which are
-    consecutive in the allocation, and each in one file, by its number in the manifest. `placed`: the pieces, in order.
+class _InFiles:
+    """All bytes of an allocation, as data files of a checkpoint have them.
+
+    Attributes:
+        targets: the tensors in the allocation; `placed`: their pieces, in order.
+        parts: consecutive parts of the allocation, each in one file, by its number in the manifest.
     """
 
     allocation: Allocation
@@ -333,42 +376,41 @@ class _Whole:
 
     @property
     def nbytes(self) -> int:
-        """Of the pages."""
+        """The size of the allocation, in whole pages."""
         return self.in_store.capacity
 
     @property
     def in_store(self) -> CopyOnWrite:
-        """Where the allocation's bytes are."""
+        """The space of the allocation in its store."""
         assert isinstance(self.allocation.in_store, CopyOnWrite)
         return self.allocation.in_store
 
     @property
     def unit(self) -> int | None:
-        """How many bytes lie together in a file, if an extent can lie so."""
+        """How many bytes lie together in a file; None where an extent can't lie so."""
         if len(self.parts) == 1:
             return self.nbytes
         return None if any(part.start % UNIT for part in self.parts) else UNIT
 
     def places(self, numbers: dict[int, int]) -> tuple[Place, ...]:
-        """Of the units. `numbers`: of the files in the store, by those in the manifest."""
-        unit = self.unit
-        assert unit is not None
+        """The place of each unit. `numbers`: the files' numbers in the store, by those in the manifest."""
+        assert self.unit is not None
         return tuple(
             Place(numbers[part.volume], part.offset + inside)
             for part in self.parts
-            for inside in range(0, part.nbytes, unit)
+            for inside in range(0, part.nbytes, self.unit)
         )
 
 
-class Adoption:
-    """What of a checkpoint becomes this rank's without being copied.
+class ZeroCopyLoad:
+    """The part of a load that shares a checkpoint's bytes with this rank's stores.
 
     Attributes:
-        others: the targets that are to be read and written.
+        others: the targets that are to be copied.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, matching: Matching) -> None:
-        """Each rank takes over what is in data files of its own: others may be to have the same tensors."""
+        """Each rank shares what is in data files of its own: others may be to have the same tensors."""
         self._directory, self._manifest = directory.absolute(), manifest
         self._mine = {
             number
@@ -376,98 +418,102 @@ class Adoption:
             if file.of_store and matching.ranks == matching.ranks_then and rank_of(file.path) == matching.rank
         }
         self.others: list[_Target] = []
-        self._by_tiers: dict[Tiers, list[_Whole]] = {}
-        for tiers in {one for _, holding in matching.targets if (one := holding.tiers) is not None}:
+        self._shared: dict[Tiers, list[_InFiles]] = {}
+        self._names: set[str] = set()  # what was tied, and is not any more, is shared once
+        for tiers in {tiers for _, shard in matching.targets if (tiers := shard.tiers) is not None}:
             tiers.drain()
             tiers.release_generations()
         by_allocation: dict[Allocation | None, list[_Target]] = {}
         for target in matching.targets:
             by_allocation.setdefault(target[1].allocation, []).append(target)
-        taken: set[str] = set()  # what was tied, and is not any more, is taken over once
-        for allocation, targets in by_allocation.items():
-            names = [saved.name for saved, _ in targets]
-            is_new = taken.isdisjoint(names) and len(set(names)) == len(names)
-            whole = self._whole(allocation, targets) if allocation is not None and is_new else None
-            if allocation is None or whole is None:
-                self.others += targets
+        for (_, targets), how, in_files in decide(by_allocation.items(), self._shareable):
+            if how is How.SHARE:
+                assert in_files is not None
+                self._shared.setdefault(in_files.allocation.tiers, []).append(in_files)
             else:
-                taken.update(names)
-                self._by_tiers.setdefault(allocation.tiers, []).append(whole)
+                self.others += targets
 
     def complete(self, opened: Sequence[File], unwritten: Set[int], report: Callable[[int], object]) -> None:
-        """Read and take over what can be. `opened`: the manifest's files; `unwritten`: keys of the storages that nobody
-        will rewrite; `report` is told of bytes that are right.
+        """Read what is shared, and let the stores have it. `opened`: the manifest's files; `unwritten`: keys of the
+        storages that nobody will rewrite; `report` is told of bytes that are right.
 
-        Raises: CheckpointError for other bytes than were saved, StoreError; nothing is taken over then.
+        Raises: CheckpointError for other bytes than were saved, StoreError; nothing is shared then.
         """
         with ExitStack() as rooms:
             ready = []
-            for tiers, several in self._by_tiers.items():
+            for tiers, shared in self._shared.items():
                 rooms.callback(tiers.store.part_with_unused)
                 try:
-                    numbers = self._numbers(tiers.store, several)
+                    numbers = self._link(tiers.store, shared)
                 except StoreError as error:
                     log.info("the checkpoint in %s is copied to the store: %s", self._directory, error)
-                    self.others += [target for one in several for target in one.targets]
+                    self.others += [target for in_files in shared for target in in_files.targets]
                 else:
-                    ready.append((tiers, several, numbers, self._sums(tiers.store, several, opened, report)))
-            for tiers, several, numbers, sums in ready:
-                self._take_over(tiers, several, numbers, sums, unwritten)
+                    ready.append((tiers, shared, numbers, self._sums(tiers.store, shared, opened, report)))
+            for tiers, shared, numbers, sums in ready:
+                self._share(tiers, shared, numbers, sums, unwritten)
 
-    def _whole(self, allocation: Allocation, targets: Sequence[_Target]) -> _Whole | None:
-        """What an allocation has, if it can be taken over as it lies. `targets`: all that live there."""
+    def _shareable(self, allocation_and_targets: tuple[Allocation | None, list[_Target]]) -> _InFiles | None:
+        """Return how data files of this rank have all of an allocation, page by page, if nothing else has its bytes."""
+        allocation, targets = allocation_and_targets
+        names = {saved.name for saved, _ in targets}
+        if allocation is None or not self._names.isdisjoint(names) or len(names) < len(targets):
+            return None
         if not isinstance(allocation.in_store, CopyOnWrite) or allocation.in_store.is_kept:
             return None
         placed: list[_Placed] = []
         for target in targets:
-            if (found := self._placed(*target)) is None:
+            if (pieces := self._placed(*target)) is None:
                 return None
-            placed += found
-        placed.sort(key=lambda one: one.place.start)
-        ends = [0, *(one.place.stop for one in placed)]
+            placed += pieces
+        placed.sort(key=lambda piece: piece.place.start)
+        ends = [0, *(piece.place.stop for piece in placed)]
         if ends[-1] != allocation.in_store.capacity or any(
-            one.place.start != end or one.place.stop % PAGE for one, end in zip(placed, ends, strict=False)
+            piece.place.start != end or piece.place.stop % PAGE for piece, end in zip(placed, ends, strict=False)
         ):
             return None
-        found = _Whole(allocation, targets, placed, _joined(placed))
-        return None if found.unit is None else found
-
-    def _placed(self, saved: SavedTensor, holding: Holding) -> list[_Placed] | None:
-        """The pieces of a target, if they are all that is wanted of it, and in data files of this rank."""
-        boxes = [box for box in saved.boxes if box.box == holding.box]
-        if len(boxes) != 1:
+        in_files = _InFiles(allocation, targets, placed, _joined(placed))
+        if in_files.unit is None:
             return None
-        found = []
-        for piece in boxes[0].pieces:
-            if wanted := [part for held in holding.held if (part := common(held, piece.elements))]:
-                place = holding.in_pages(piece.elements)
+        self._names.update(names)
+        return in_files
+
+    def _placed(self, saved: SavedTensor, shard: LocalShard) -> list[_Placed] | None:
+        """Return the pieces of a target, if they are all that is wanted of it, and in data files of this rank."""
+        shards = [metadata for metadata in saved.boxes if metadata.box == shard.box]
+        if len(shards) != 1:
+            return None
+        placed = []
+        for piece in shards[0].pieces:
+            if wanted := [part for held in shard.wanted if (part := common(held, piece.elements))]:
+                place = shard.page_range(piece.elements)
                 if place is None or piece.file not in self._mine or piece.offset % PAGE:
                     return None
                 if wanted != [piece.elements]:  # it is of a shard that was divided otherwise
                     return None
-                found.append(_Placed(range(place.start, place.stop + piece.padding), saved, piece))
-        return found
+                placed.append(_Placed(range(place.start, place.stop + piece.padding), saved, piece))
+        return placed
 
-    def _numbers(self, store: Store, several: Iterable[_Whole]) -> dict[int, int]:
-        """Adopt the data files of the manifest that these are in. Returns their numbers in the store. Raises:
+    def _link(self, store: Store, shared: Iterable[_InFiles]) -> dict[int, int]:
+        """Link the data files into the store. Returns their numbers there, by those in the manifest. Raises:
         StoreError."""
-        files = sorted({part.volume for one in several for part in one.parts})
-        paths = {number: self._manifest.files[number].path for number in files}
+        numbers = sorted({part.volume for in_files in shared for part in in_files.parts})
+        paths = {number: self._manifest.files[number].path for number in numbers}
         return {
             number: store.adopt(self._directory / path, self._manifest.content_of(path))
             for number, path in paths.items()
         }
 
     def _sums(
-        self, store: Store, several: Sequence[_Whole], opened: Sequence[File], report: Callable[[int], object]
+        self, store: Store, shared: Sequence[_InFiles], opened: Sequence[File], report: Callable[[int], object]
     ) -> list[PageSums]:
         """Read all, and compare the checksums. Returns those of the pages."""
-        found = [store.new_sums(one.nbytes) for one in several]
+        all_sums = [store.new_sums(in_files.nbytes) for in_files in shared]
 
         def pieces() -> Iterator[tuple[SavedTensor, SavedPiece, tuple[PageSums, int]]]:
-            for one, sums in zip(several, found, strict=True):
+            for in_files, sums in zip(shared, all_sums, strict=True):
                 first = 0
-                for placed in one.placed:
+                for placed in in_files.placed:
                     yield placed.saved, placed.piece, (sums, first)
                     first += len(placed.place) // PAGE
 
@@ -475,28 +521,25 @@ class Adoption:
             reading.wait()
             sums.learn(first, *reading.pages)
             report(reading.nbytes)
-        return found
+        return all_sums
 
-    def _take_over(
+    def _share(
         self,
         tiers: Tiers,
-        several: Sequence[_Whole],
+        shared: Sequence[_InFiles],
         numbers: dict[int, int],
-        sums: Sequence[PageSums],
+        all_sums: Sequence[PageSums],
         unwritten: Set[int],
     ) -> None:
         generation = Generation(tiers.store)
         try:
-            for one, its_sums in zip(several, sums, strict=True):
-                storages = [holding.storage for _, holding in one.targets]
-                one.allocation.await_reads(
-                    range(one.allocation.count)
-                )  # ahead of their turn, from what may be given back now
-                unit = one.unit
-                assert unit is not None
-                extent = tiers.store.adopted(one.nbytes, unit, one.places(numbers), its_sums)
+            for in_files, sums in zip(shared, all_sums, strict=True):
+                allocation, storages = in_files.allocation, [shard.storage for _, shard in in_files.targets]
+                allocation.await_reads(range(allocation.count))  # ahead of their turn, from what may be given back now
+                assert in_files.unit is not None
+                extent = tiers.store.adopted(in_files.nbytes, in_files.unit, in_files.places(numbers), sums)
                 reserve = not all(storage.key in unwritten for storage in storages)
-                generation.adopt(one.in_store, extent, reserve=reserve)
+                generation.adopt(in_files.in_store, extent, reserve=reserve)
                 for storage in storages:
                     storage.bytes.written()
         finally:  # Ctrl-C: files that nothing was taken over from are closed
@@ -504,17 +547,17 @@ class Adoption:
                 if tiers.store.files[number].in_use:
                     generation.has_link(number, self._directory / self._manifest.files[file].path)
             tiers.generations.append(generation)
-        nbytes = sum(one.nbytes for one in several)
+        nbytes = sum(in_files.nbytes for in_files in shared)
         log.info("%s of the checkpoint in %s stay where they are", in_words(nbytes), self._directory)
 
 
 def _joined(placed: Iterable[_Placed]) -> list[FilePart]:
-    """Pieces that are consecutive in an allocation, in as few parts as possible that are consecutive in a file, too."""
-    found: list[FilePart] = []
+    """Return as few parts as possible that are consecutive both in an allocation and in a file."""
+    parts: list[FilePart] = []
     for place, _, piece in placed:
-        last = found[-1] if found else None
+        last = parts[-1] if parts else None
         if last and last.volume == piece.file and last.offset + last.nbytes == piece.offset:
-            found[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + len(place))
+            parts[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + len(place))
         else:
-            found.append(FilePart(piece.file, piece.offset, place.start, len(place)))
-    return found
+            parts.append(FilePart(piece.file, piece.offset, place.start, len(place)))
+    return parts

@@ -26,10 +26,10 @@ INLINE = 8192
 """Bytes of a tensor up to which it stands among the values."""
 
 Keep = Callable[[torch.Tensor, str], str]
-"""Keeps a tensor elsewhere, and says under which name. It gets what the tensor is, too."""
+"""Keeps a tensor elsewhere, and returns under which name. The second argument names the tensor in errors."""
 
 Find = Callable[[str], torch.Tensor]
-"""The tensor that was kept under a name."""
+"""Returns the tensor that was kept under a name."""
 
 _MAPPINGS: dict[str, Callable[[dict], dict]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, Callable[[Iterable], Any]] = {
@@ -42,7 +42,7 @@ _SEQUENCES: dict[str, Callable[[Iterable], Any]] = {
 
 
 def encode(given: Any, what: str, keep: Keep) -> Any:
-    """What is `given` as JSON has it. `what`: it is, for errors.
+    """Return `given` as JSON has it. `what` names it in errors.
 
     Raises: CheckpointError naming what in it is of another type.
     """
@@ -55,21 +55,21 @@ def encode(given: Any, what: str, keep: Keep) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
-        return _several(value, what, keep)
+        return _encode_list(value, what, keep)
     if isinstance(value, torch.Tensor):
         return encode_tensor(value, what, keep)
     if isinstance(value, dict):
         return _encode_mapping(value, what, keep)
     if kind is deque and value.maxlen is not None:
-        return {"$bounded": [_several(value, what, keep), value.maxlen]}
+        return {"$bounded": [_encode_list(value, what, keep), value.maxlen]}
     for name, made in _SEQUENCES.items():
         if kind is made:
             in_order = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-            return {f"${name}": _several(in_order, what, keep)}
+            return {f"${name}": _encode_list(in_order, what, keep)}
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode()}
     if kind is complex:
-        return {"$complex": _several((value.real, value.imag), what, keep)}
+        return {"$complex": _encode_list((value.real, value.imag), what, keep)}
     if kind in (torch.dtype, torch.device):
         return {f"${kind.__name__}": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
@@ -89,7 +89,7 @@ def encode(given: Any, what: str, keep: Keep) -> Any:
 
 
 def encode_tensor(tensor: torch.Tensor, what: str, keep: Keep) -> Any:
-    """A tensor as JSON has it: its bytes, or where it is kept."""
+    """Return a tensor as JSON has it: its bytes, or where it is kept."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_meta or tensor.nbytes > INLINE:
         return {"$kept": keep(tensor, what)}
@@ -100,14 +100,14 @@ def encode_tensor(tensor: torch.Tensor, what: str, keep: Keep) -> Any:
 
 
 def decode(value: Any, find: Find) -> Any:
-    """The value that `encode` made this of. Raises: CheckpointError for what `encode` doesn't make."""
+    """Return the value that `encode` made this of. Raises: CheckpointError for what `encode` doesn't make."""
     if isinstance(value, list):
-        return [decode(one, find) for one in value]
+        return [decode(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     name, content = next(iter(value.items()), ("", None))
     if len(value) != 1 or not name.startswith("$"):
-        return {key: decode(one, find) for key, one in value.items()}
+        return {key: decode(item, find) for key, item in value.items()}
     try:
         return _decode(name[1:], content, find)
     except ZinfError:
@@ -118,9 +118,9 @@ def decode(value: Any, find: Find) -> Any:
 
 def _decode(name: str, content: Any, find: Find) -> Any:
     if name in _MAPPINGS:
-        return _MAPPINGS[name]({decode(key, find): decode(one, find) for key, one in content})
+        return _MAPPINGS[name]({decode(key, find): decode(item, find) for key, item in content})
     if name in _SEQUENCES:
-        return _SEQUENCES[name](decode(one, find) for one in content)
+        return _SEQUENCES[name](decode(item, find) for item in content)
     if name == "int":
         return int(content)
     if name == "float":
@@ -131,7 +131,7 @@ def _decode(name: str, content: Any, find: Find) -> Any:
         content = base64.b64decode(content, validate=True)
         return content if name == "bytes" else bytearray(content)
     if name == "complex":
-        return complex(*(decode(one, find) for one in content))
+        return complex(*(decode(item, find) for item in content))
     if name == "dtype":
         return dtypes()[content]
     if name == "device":
@@ -155,13 +155,13 @@ def _decode_tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
 def _encode_mapping(value: dict, what: str, keep: Keep) -> Any:
     kind = next((name for name, made in _MAPPINGS.items() if type(value) is made), "dict")
     if kind == "dict" and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(one, f"{what}.{key}", keep) for key, one in value.items()}
-    pairs = ((encode(key, what, keep), encode(one, f"{what}[{key!r}]", keep)) for key, one in value.items())
+        return {key: encode(item, f"{what}.{key}", keep) for key, item in value.items()}
+    pairs = ((encode(key, what, keep), encode(item, f"{what}[{key!r}]", keep)) for key, item in value.items())
     return {f"${kind}": [list(pair) for pair in pairs]}
 
 
-def _several(values: Iterable, what: str, keep: Keep) -> list:
-    return [encode(one, f"{what}[{number}]", keep) for number, one in enumerate(values)]
+def _encode_list(values: Iterable, what: str, keep: Keep) -> list:
+    return [encode(item, f"{what}[{number}]", keep) for number, item in enumerate(values)]
 
 
 DEEPEST = 100
@@ -172,15 +172,15 @@ _Form = Callable[[Any], str | None]
 
 
 def fault_in(values: Any) -> str | None:
-    """Say what is wrong with the plain values of all parts, by their names; None: nothing is."""
+    """Say what is wrong with the plain values of all state entries, by their names; None: nothing is."""
     inside: list[object] = [values]
     for _ in range(DEEPEST + 1):
-        if not all(math.isfinite(one) for one in inside if isinstance(one, float)):
+        if not all(math.isfinite(value) for value in inside if isinstance(value, float)):
             return "a number among its plain values is beyond all numbers"
-        inside = [inner for one in inside for inner in _inside(one)]
-    if any(isinstance(one, (dict, list)) for one in inside):
+        inside = [inner for value in inside for inner in _inside(value)]
+    if any(isinstance(value, (dict, list)) for value in inside):
         return f"its plain values are nested in more than {DEEPEST} levels"
-    fault = _by_name(_part)(values)
+    fault = _by_name(_entry)(values)
     if fault is None and not all(name.isprintable() for name in values):
         fault = "a name has characters that can't be printed"
     return None if fault is None else f"its plain values by part: {fault}"
@@ -210,7 +210,7 @@ def _list(form: _Form) -> _Form:
     def fault(value: object) -> str | None:
         if not isinstance(value, list):
             return f"{_shown(value)} is no list"
-        return next((wrong for one in value if (wrong := form(one)) is not None), None)
+        return next((wrong for item in value if (wrong := form(item)) is not None), None)
 
     return fault
 
@@ -219,7 +219,7 @@ def _by_name(form: _Form) -> _Form:
     def fault(value: object) -> str | None:
         if not isinstance(value, dict):
             return f"{_shown(value)} has no names"
-        faults = ((name, form(one)) for name, one in value.items())
+        faults = ((name, form(item)) for name, item in value.items())
         return next((f"{shortened(name)}: {wrong}" for name, wrong in faults if wrong is not None), None)
 
     return fault
@@ -240,13 +240,11 @@ def _fields(required: Mapping[str, _Form], optional: Mapping[str, _Form] | None 
 
 
 def _format(value: Any) -> str | None:
-    """A format is what `format_of` returns of a quantised tensor."""
     is_known = _list(_text)(value) is None and value[:1] and value[0] in FORMATS and value[1:2] and value[1] in dtypes()
     return None if is_known and value[2:] in ([], ["transposed"]) else f"{_shown(value)} is no format"
 
 
 def _class(value: Any) -> str | None:
-    """A tensor that is made of others has a class, and what else that says of them."""
     return None if _list(_text)(value) is None and len(value) == 2 else f"{_shown(value)} is no class of tensors"
 
 
@@ -273,10 +271,10 @@ _OF_KIND: dict[str, _Form] = {
 }
 
 
-def _part(value: object) -> str | None:
-    """There is one part, or the same part of each rank."""
+def _entry(value: object) -> str | None:
+    """Check an entry, or the same entry of each rank."""
     if isinstance(value, dict) and "ranks" in value:
-        return _kind(value) or _list(lambda one: None if one is None else _of_kind(one))(value["ranks"])
+        return _kind(value) or _list(lambda of_rank: None if of_rank is None else _of_kind(of_rank))(value["ranks"])
     return _of_kind(value)
 
 

@@ -16,7 +16,7 @@ from zinf_fx.checkpoint.export import INDEX, WHOLE
 from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, check_files, manifest_of
 from zinf_fx.checkpoint.models import Everyone, as_named, names_of_tied, tensors_of, together, unwrapped
-from zinf_fx.checkpoint.quantised_weights import Published, PublishedBytes, PublishedValues, as_published
+from zinf_fx.checkpoint.quantised_weights import Published, PublishedElements, as_published
 from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFiles, places_in
 from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError, ZinfError
@@ -82,35 +82,34 @@ def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> TypeGuard[Sto
 
 
 def _become(tensor: StoredTensor, files: WeightFiles, published: Published) -> None:
-    """Let a stored parameter have the codes and scales of a published weight."""
     with torch.inference_mode(False):
-        twin = as_parameter(stored_as(tensor, quantised_as(published, tensor)))
-    fill(twin, files, published)
-    take_implementation(tensor, twin)
+        replacement = as_parameter(stored_as(tensor, quantised_as(published, tensor)))
+    fill(replacement, files, published)
+    take_implementation(tensor, replacement)
 
 
 def places_of(path: Path) -> dict[str, TensorInFile]:
-    """Where each tensor is. Raises: CheckpointError."""
-    found = next((one for one in (path / WHOLE, path / INDEX) if one.is_file()), None) if path.is_dir() else path
-    if found is None or not found.is_file():
+    """Return where each tensor is. Raises: CheckpointError."""
+    candidates = (path / WHOLE, path / INDEX) if path.is_dir() else (path,)
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         raise CheckpointError(
             f"'{path}' has no weights: give a safetensors file, an index, or a directory with '{WHOLE}' or '{INDEX}'"
         )
-    if found.suffix != ".json":
-        return places_in(found)
-    weight_map = _weight_map(found)
+    if file.suffix != ".json":
+        return places_in(file)
+    weight_map = _weight_map(file)
     files = list(dict.fromkeys(weight_map.values()))
-    by_file = {name: places_in(_file_of(found, name)) for name in files}
-    missing = [name for name, file in weight_map.items() if name not in by_file[file]]
+    by_file = {name: places_in(_file_of(file, name)) for name in files}
+    missing = [name for name, its_file in weight_map.items() if name not in by_file[its_file]]
     if missing:
         raise CheckpointError(
-            f"'{found}' names {_some(missing)}, which the files don't have: they are not of one checkpoint"
+            f"'{file}' names {_some(missing)}, which the files don't have: they are not of one checkpoint"
         )
-    return {name: by_file[file][name] for name, file in weight_map.items()}
+    return {name: by_file[its_file][name] for name, its_file in weight_map.items()}
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    """The file of each tensor, by its name. Raises: CheckpointError for what is no index."""
     try:
         content = parsed(read_regular(index, _LARGEST_INDEX).decode(), "it", "index", CheckpointError)
         if not isinstance(content, dict) or not isinstance(weight_map := content.get("weight_map"), dict):
@@ -126,7 +125,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _file_of(index: Path, name: object) -> Path:
-    """The file that an index names. Raises: CheckpointError for what is none of its directory."""
+    """Return the file that an index names. Raises: CheckpointError for what is none of its directory."""
     if not isinstance(name, str) or not lies_within(name):
         raise CheckpointError(f"'{index}' names {name!r}, which is no file in its directory: give another index")
     file = index.parent / name
@@ -175,8 +174,8 @@ _READ = {"fp8": None, "mxfp4": None, "compressed-tensors": ("float-quantized", "
 
 
 def check_format(path: Path) -> None:
-    """Of files that don't fit their model. Raises: CheckpointError where the configuration beside them says that they
-    have a format of which none is read."""
+    """Check files that don't fit their model. Raises: CheckpointError where the configuration beside them says that
+    they have a format that isn't read."""
     try:
         file = (path if path.is_dir() else path.parent) / "config.json"
         said = parsed(read_regular(file, _LARGEST_INDEX).decode(), str(file), "configuration", CheckpointError)
@@ -195,7 +194,7 @@ def check_format(path: Path) -> None:
 
 
 def misfit(path: Path, wrong: list[str]) -> CheckpointError:
-    """Of files whose codes and scales don't fit each other, in these ways."""
+    """Return the error for files whose codes and scales don't fit each other, in these ways."""
     return CheckpointError(
         f"'{path}' has weights whose codes and scales don't fit each other: {_few(wrong)}. Nothing was loaded: copy it "
         "anew, or let the library that wrote it dequantise it"
@@ -217,8 +216,8 @@ _MODEL = "model"
 def located(
     model: torch.nn.Module, path: Path, wanted: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorInFile | Published]:
-    """By name, where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or in
-    safetensors files, as `load_safetensors` takes them. `wanted`: the model's, by their plain names.
+    """Return by name where the parameters and buffers of a model are: in a checkpoint that `save_checkpoint` wrote, or
+    in safetensors files, as `load_safetensors` takes them. `wanted`: the model's, by their plain names.
 
     Raises: CheckpointError for what is neither, for a checkpoint in which a tensor is not in one piece, and for codes
     and scales that don't fit each other.
@@ -232,19 +231,20 @@ def located(
     manifest = manifest_of(path)
     check_files(path, manifest)
     formats = manifest.values.get(_MODEL, {}).get(FORMATS, {})
-    found: dict[str, TensorInFile | Published] = {}
+    places: dict[str, TensorInFile | Published] = {}
     for whole, saved in manifest.by_name().items():
         part, _, name = whole.partition("/")
         if part == _MODEL:
             how = formats.get(name)
             quantised = None if how is None else of_format(how)
             file, offset = _in_one_piece(path, manifest, saved)
-            found[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
-    return as_named(model, found, wanted)
+            places[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
+    return as_named(model, places, wanted)
 
 
 def _in_one_piece(path: Path, manifest: Manifest, saved: SavedTensor) -> tuple[Path, int]:
-    """The file of a tensor's bytes, and the offset of the first. Raises: CheckpointError where they are scattered."""
+    """Return the file of a tensor's bytes, and the offset of the first. Raises: CheckpointError where they are
+    scattered."""
     pieces = [piece for box in saved.boxes for piece in box.pieces]
     if not pieces:
         return path / manifest.files[0].path, 0
@@ -293,9 +293,9 @@ def fill(tensor: torch.Tensor, files: WeightFiles, place: TensorInFile | Publish
         and isinstance(tensor, StoredTensor)
         and tensor.views == quantised_as(place, tensor).steps(tensor.shape)
     ):
-        _fill_stored(bytes_of(tensor), PublishedBytes(place, files))
+        _fill_stored(bytes_of(tensor), PublishedElements(place, files))
         return
-    elements = PublishedValues(place, files, tensor.dtype) if is_published else _InOrder(place, files)
+    elements = PublishedElements(place, files, tensor.dtype) if is_published else _InOrder(place, files)
     if isinstance(tensor, StoredTensor) and not tensor.views and not (is_published and place.transposed):
         _fill_stored(tensor, elements)
         return
@@ -310,7 +310,7 @@ def fill(tensor: torch.Tensor, files: WeightFiles, place: TensorInFile | Publish
 
 
 def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
-    """How the bytes of a published weight become the values of this tensor."""
+    """Return how the bytes of a published weight become the values of this tensor."""
     return Quantised(published.format, tensor.dtype, published.transposed)
 
 

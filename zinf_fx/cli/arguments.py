@@ -26,8 +26,7 @@ _CHOICES = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL
 
 
 class _Parser(argparse.ArgumentParser):
-    """Asks, beside what it refuses, for what was meant, and refuses what it doesn't know itself, with the usage of the
-    command."""
+    """A parser that suggests what was meant, and refuses unknown arguments with the usage of the command."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (which has overloads)
         self, args: Any = None, namespace: Any = None
@@ -35,13 +34,13 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = re.findall(r"--[a-z-]+", self.format_help())
-            meant = "".join(did_you_mean(one.partition("=")[0], known) for one in unknown)
+            meant = "".join(did_you_mean(option.partition("=")[0], known) for option in unknown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
         if (refused := _CHOICES.search(message)) is not None:
-            accepted = [one.strip("' ") for one in refused[2].split(",")]
+            accepted = [choice.strip("' ") for choice in refused[2].split(",")]
             message += did_you_mean(refused[1], accepted)
         super().error(message)
 
@@ -282,11 +281,11 @@ def _checkpoint(commands: argparse._SubParsersAction) -> None:
         "convert runs/gpt/step-00002000 -o weights",
     )
     actions = parser.add_subparsers(prog="zinf-fx checkpoint", dest="action", required=True, metavar="ACTION")
-    several = "a checkpoint, or a directory with several"
+    any_number = "a checkpoint, or a directory with several"
     for action, what, help_ in (
-        ("list", several, "the checkpoints, from the oldest to the newest"),
+        ("list", any_number, "the checkpoints, from the oldest to the newest"),
         ("inspect", "a checkpoint", "what is in one: its parts, plain values and files"),
-        ("verify", several, "read all bytes and compare them with their checksums; exit code 1 when any differ"),
+        ("verify", any_number, "read all bytes and compare them with their checksums; exit code 1 when any differ"),
         ("convert", "a checkpoint", "write one as safetensors files, or for torch.distributed.checkpoint"),
     ):
         added = actions.add_parser(action, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
@@ -347,7 +346,7 @@ def _doctor(commands: argparse._SubParsersAction) -> None:
         "doctor",
         "[--json] [DIR ...]",
         "what of this machine helps or hinders a store",
-        "Looks at the system's limits and at a store directory, and says which line mends each problem. "
+        "Looks at the system's limits and at a store directory, and says which line fixes each problem. "
         "Exit code 1 when a store can't work like this.",
         "/mnt/nvme",
     )

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> None:
     for directory in options.directories:
         ways, profiles = _measure(directory, nbytes, options)
         # The page cache counts only where there is no direct I/O.
-        direct = [one for one in profiles if is_direct(one.provider)]
-        best = max(direct or profiles, key=lambda one: one.weight)
+        direct = [profile for profile in profiles if is_direct(profile.provider)]
+        best = max(direct or profiles, key=lambda profile: profile.weight)
         stored = None if options.no_store else store_profile(directory, best)
         report[str(directory)] = {"profile": asdict(best), "rows": [asdict(way) for way in ways]}
         if not options.json:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 def _measure(directory: Path, nbytes: int, options: argparse.Namespace) -> tuple[list[Way], list[Profile]]:
     """The rates of the engine's ways, and fio's where it is installed; and what the engine's are as profiles."""
     providers = provider_names() if options.provider == "all" else (options.provider,)
-    fio_shapes = [one for one in FIO_SHAPES if fio.installed() and one.possible]
+    fio_shapes = [shape for shape in FIO_SHAPES if fio.installed() and shape.possible]
     steps = len(OPERATIONS) * options.rounds
     total = steps * (len(providers) * len(SHAPES) + len(fio_shapes))
     ways: list[Way] = []
@@ -103,7 +103,8 @@ def _measure(directory: Path, nbytes: int, options: argparse.Namespace) -> tuple
 
 @contextmanager
 def _left_out(bar: tqdm, steps: int) -> Iterator[None]:
-    """A block that measures a way to move bytes in so many steps, and leaves out, and says, what doesn't work here."""
+    """Open a block that measures a way to move bytes in so many steps. If it doesn't work here, it is left out, with a
+    message."""
     try:
         yield
     except StoreError as error:
@@ -116,7 +117,7 @@ def _medians(run_once: Callable[[Operation], Rate], rounds: int, bar: tqdm) -> d
     for operation, _ in product(OPERATIONS, range(rounds)):
         rates[operation].append(run_once(operation).bytes_per_second)
         bar.update()
-    return {operation: statistics.median(found) for operation, found in rates.items()}
+    return {operation: statistics.median(measured) for operation, measured in rates.items()}
 
 
 def _print(directory: Path, ways: list[Way], profile: Profile, stored: Path | None) -> None:

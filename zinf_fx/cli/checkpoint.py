@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zinf_fx.checkpoint.catalog import Found, checkpoints_in
+from zinf_fx.checkpoint.catalog import CheckpointDirectory, checkpoints_in
 from zinf_fx.checkpoint.convert import convertible, to_distributed, to_safetensors
 from zinf_fx.checkpoint.load import damages_of
 from zinf_fx.checkpoint.manifest import Manifest, SavedTensor, manifest_of
@@ -28,17 +28,18 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    found = _checkpoints_in(options.directory)
+    checkpoints = _checkpoints_in(options.directory)
     if options.json:
-        print(json.dumps([_described(one) for one in found], indent=1))
+        print(json.dumps([_described(checkpoint) for checkpoint in checkpoints], indent=1))
         return
     rows = []
-    for one in found:
-        manifest = one.manifest
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
         size, ranks = (in_words(manifest.nbytes), str(manifest.ranks)) if manifest is not None else ("", "")
-        step = "" if one.step is None else f"{one.step:,}"
+        step = "" if checkpoint.step is None else f"{checkpoint.step:,}"
         how = "" if manifest is None else "generation" if manifest.in_store_nbytes else "copy"
-        rows.append([one.path.name, step, manifest.time if manifest else "", size, ranks, how, one.damage or "whole"])
+        saved, state = manifest.time if manifest else "", checkpoint.damage or "whole"
+        rows.append([checkpoint.path.name, step, saved, size, ranks, how, state])
     print(table(rows, ("checkpoint", "step", "saved", "size", "ranks", "form", "state"), left=(0, 2, 5, 6)))
 
 
@@ -71,18 +72,18 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     damages: dict[str, list[str]] = {}
-    for one in _checkpoints_in(options.directory):
-        if one.manifest is None:
-            damages[str(one.path)] = [str(one.damage)]
+    for checkpoint in _checkpoints_in(options.directory):
+        if checkpoint.manifest is None:
+            damages[str(checkpoint.path)] = [str(checkpoint.damage)]
             continue
-        with _progress(one.manifest.nbytes, one.path, options) as bar:
-            damages[str(one.path)] = damages_of(one.path, one.manifest, bar.update)
+        with _progress(checkpoint.manifest.nbytes, checkpoint.path, options) as bar:
+            damages[str(checkpoint.path)] = damages_of(checkpoint.path, checkpoint.manifest, bar.update)
     if options.json:
         print(json.dumps(damages, indent=1))
     else:
-        for path, found in damages.items():
-            print(f"{path}: {'whole' if not found else 'DAMAGED'}")
-            for damage in found:
+        for path, damages_of_path in damages.items():
+            print(f"{path}: {'DAMAGED' if damages_of_path else 'whole'}")
+            for damage in damages_of_path:
                 print(f"  {damage}")
     return int(any(damages.values()))
 
@@ -96,7 +97,9 @@ def _convert(options: argparse.Namespace) -> None:
     else:
         parts = [options.part or "model"]
         tensors = {tensor.name: tensor for tensor in manifest.tensors}
-    nbytes = sum(one.nbytes for name, one in tensors.items() if name.startswith(tuple(f"{part}/" for part in parts)))
+    nbytes = sum(
+        tensor.nbytes for name, tensor in tensors.items() if name.startswith(tuple(f"{part}/" for part in parts))
+    )
     with _progress(nbytes, options.directory, options) as bar:
         if options.format == "dcp":
             written = to_distributed(options.directory, manifest, parts, options.output, bar.update)
@@ -108,28 +111,26 @@ def _convert(options: argparse.Namespace) -> None:
         print(f"{path}: {in_words(path.stat().st_size)}")
 
 
-def _checkpoints_in(directory: Path) -> list[Found]:
-    """Those in a directory. Raises: CheckpointError when there is none."""
-    found = checkpoints_in(directory)
-    if not found:
+def _checkpoints_in(directory: Path) -> list[CheckpointDirectory]:
+    checkpoints = checkpoints_in(directory)
+    if not checkpoints:
         raise CheckpointError(f"{directory} has no checkpoints: name a directory that one or several were saved to")
-    return found
+    return checkpoints
 
 
 @contextmanager
 def _progress(nbytes: int, path: Path, options: argparse.Namespace) -> Iterator[tqdm]:
-    """A bar on stderr, which is gone in the end."""
     shown = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "desc": path.name}
     hidden = True if options.json else None  # None: where stderr is no terminal
     with tqdm(total=nbytes, disable=hidden, file=sys.stderr, leave=False, **shown) as bar:
         yield bar
 
 
-def _described(found: Found) -> dict[str, object]:
-    manifest = found.manifest
+def _described(checkpoint: CheckpointDirectory) -> dict[str, object]:
+    manifest = checkpoint.manifest
     known = {} if manifest is None else {"saved": manifest.time, "nbytes": manifest.nbytes, "ranks": manifest.ranks}
     known |= {} if manifest is None else {"nbytes_in_store_files": manifest.in_store_nbytes}
-    return {"path": str(found.path), "step": found.step, **known, "damage": found.damage}
+    return {"path": str(checkpoint.path), "step": checkpoint.step, **known, "damage": checkpoint.damage}
 
 
 def _contents(manifest: Manifest) -> dict[str, object]:
@@ -142,14 +143,14 @@ def _contents(manifest: Manifest) -> dict[str, object]:
         "values": _plain_values(manifest),
         "files": [asdict(file) for file in manifest.files],
         "tensors": [
-            dict(zip(("name", "dtype", "shape", "nbytes"), _facts(one), strict=True)) for one in manifest.tensors
+            dict(zip(("name", "dtype", "shape", "nbytes"), _facts(tensor), strict=True)) for tensor in manifest.tensors
         ],
         "same": dict(manifest.same),
     }
 
 
 def _parts(manifest: Manifest) -> dict[str, dict]:
-    """By name, the kind of each part, and what it has of tensors. Plain values are none."""
+    """Return by name the kind of each part, and its tensors. Plain values are left out."""
     parts = {
         name: {"kind": values["kind"], "tensors": 0, "nbytes": 0}
         for name, values in manifest.values.items()
@@ -163,8 +164,8 @@ def _parts(manifest: Manifest) -> dict[str, dict]:
 
 
 def _plain_values(manifest: Manifest) -> dict[str, object]:
-    values = {name: one for name, one in manifest.values.items() if one["kind"] == "value"}
-    return {name: one.get("value", one.get("ranks")) for name, one in values.items()}
+    values = {name: entry for name, entry in manifest.values.items() if entry["kind"] == "value"}
+    return {name: entry.get("value", entry.get("ranks")) for name, entry in values.items()}
 
 
 def _facts(tensor: SavedTensor) -> tuple[str, str, list[int], int]:

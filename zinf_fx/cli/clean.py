@@ -20,7 +20,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _stores() -> list[Path]:
-    """Those of `Config()`."""
     config = Config()
     used = [directory for directory in config.stores if directory.exists() or not config.store_is_default]
     for directory in config.stores:
@@ -30,22 +29,24 @@ def _stores() -> list[Path]:
 
 
 def _clean(directory: Path) -> bool:
-    """Whether there was anything to say."""
-    found = survey(directory, remove=True)
-    for path, stays in sorted(found.items(), key=lambda item: (item[1] is not None, item[0])):
+    """Clean a store. Returns whether there was anything to say."""
+    surveyed = survey(directory, remove=True)
+    for path, stays in sorted(surveyed.items(), key=lambda item: (item[1] is not None, item[0])):
         if stays is None:
             print(f"removed  {path}")
         elif stays == IN_USE:
             print(f"in use   {path}")
         else:
             print(f"stays    {path}: {stays}")
-    return bool(found)
+    return bool(surveyed)
 
 
 def _give_back(directory: Path) -> bool:
-    """The same, of the checkpoints in a directory, if there are any."""
-    from zinf_fx.checkpoint.catalog import checkpoints_in  # it takes a second to import PyTorch
-    from zinf_fx.checkpoint.garbage_collection import give_back_unnamed
+    """Free what is in no checkpoint of a directory. Returns whether there was anything to say."""
+    from zinf_fx.checkpoint.catalog import (
+        checkpoints_in,  # it takes a second to import PyTorch
+        give_back_unnamed,
+    )
 
     given = give_back_unnamed(checkpoints_in(directory))
     for path, nbytes in given.items():

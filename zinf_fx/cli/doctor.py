@@ -1,4 +1,4 @@
-"""`zinf-fx doctor [DIR...]`: what of this machine helps or hinders a store, and the line that mends each problem."""
+"""`zinf-fx doctor [DIR...]`: what of this machine helps or hinders a store, and the line that fixes each problem."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ _WIDTH = 100
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings. 1 if one of them is a problem."""
-    found = _diagnosed(options.directories)
+    """Print the findings. Returns 1 if one of them is a problem."""
+    findings_of = _diagnosed(options.directories)
     if options.json:
-        print(json.dumps({name: [asdict(one) for one in findings] for name, findings in found.items()}, indent=1))
+        print(
+            json.dumps(
+                {name: [asdict(finding) for finding in findings] for name, findings in findings_of.items()}, indent=1
+            )
+        )
     else:
-        for name, findings in found.items():
+        for name, findings in findings_of.items():
             print(name)
-            for one in findings:
-                print(_text(one))
-    return int(any(one.status == "problem" for findings in found.values() for one in findings))
+            for finding in findings:
+                print(_text(finding))
+    return int(any(finding.status == "problem" for findings in findings_of.values() for finding in findings))
 
 
 def _diagnosed(directories: Sequence[Path]) -> dict[str, list[Finding]]:
@@ -40,4 +44,4 @@ def _diagnosed(directories: Sequence[Path]) -> dict[str, list[Finding]]:
 def _text(finding: Finding) -> str:
     head = f"  {_MARKS[finding.status]:4}  {finding.subject:12}  "
     text = textwrap.fill(finding.found, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    return text if finding.mend is None else f"{text}\n{' ' * len(head)}mend: {finding.mend}"
+    return text if finding.fix is None else f"{text}\n{' ' * len(head)}fix: {finding.fix}"

@@ -15,18 +15,18 @@ from zinf_fx.runtime.disk.scratch import make_default
 
 
 def described(name: str) -> Callable[[], Hardware]:
-    """What gives a description by name: one that is read now, so that a wrong name is refused before anything is done,
-    or this machine's, which is measured once it is asked for. Raises: ConfigError for a name of none."""
+    """Return a function that gives the description of a name. The description is read now, so that a wrong name is
+    refused at once; this machine is measured at the first call. Raises: ConfigError for an unknown name."""
     if name == THIS_MACHINE:
         return cache(lambda: hardware_of(name))
-    found = hardware_of(name)
-    return lambda: found
+    hardware = hardware_of(name)
+    return lambda: hardware
 
 
 def hardware_of(name: str, store: Path | None = None) -> Hardware:
-    """A description by name. `store`: directory on the disk of this machine; default all of `Config`'s.
+    """Return a description by name. `store`: directory on the disk of this machine; default all of `Config`'s.
 
-    Raises: ConfigError for a name of none; StoreError when the disk can't be measured, or has no place for a store.
+    Raises: ConfigError for an unknown name; StoreError when the disk can't be measured, or has no place for a store.
     """
     if name != THIS_MACHINE:
         return descriptions.load(name)
@@ -36,7 +36,8 @@ def hardware_of(name: str, store: Path | None = None) -> Hardware:
 
 
 def stores_in_use(store: Path | None = None) -> tuple[Path, ...]:
-    """The directories of a store; default those of `Config`'s, and its default one is made, as its first use would.
+    """Return the directories of a store, by default those of `Config`, and make its default one, as its first use
+    would.
 
     Raises: StoreError when it can't be.
     """

@@ -92,15 +92,16 @@ def planning_target(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _placement(text: str) -> str | dict[str, object]:
     if "=" not in text:
         return text
-    found: dict[str, object] = {}
+    placement: dict[str, object] = {}
     for state, _, tier in (part.partition("=") for part in text.split(",")):
-        if state in found:
+        if state in placement:
             raise ConfigError(f"placement={shortened(text)} says twice where {state} live")
         if ":" in tier:
-            found[state] = [(pattern, one) for pattern, _, one in (rule.rpartition(":") for rule in tier.split(";"))]
+            rules = (rule.rpartition(":") for rule in tier.split(";"))
+            placement[state] = [(pattern, tier_of) for pattern, _, tier_of in rules]
         else:
-            found[state] = int(tier) if state == "stage" and tier in ("0", "1", "2", "3") else tier
-    return found
+            placement[state] = int(tier) if state == "stage" and tier in ("0", "1", "2", "3") else tier
+    return placement
 
 
 def _frozen(text: str) -> str | list[tuple[str, str | None]]:

@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> None:
     how |= {"accumulate": accumulate, "in_backward": options.in_backward}
     if batches is not None:
         plans = {batch: with_batch(plan, batch) for batch in batches}
-        found = {b: (simulate_plan(one, hardware, **how), fit_of(one, hardware)) for b, one in plans.items()}
-        text = json.dumps([{"batch": b} | _data(*p) for b, p in found.items()]) if options.json else _sweep_table(found)
+        sweep = {b: (simulate_plan(plan, hardware, **how), fit_of(plan, hardware)) for b, plan in plans.items()}
+        text = json.dumps([{"batch": b} | _data(*p) for b, p in sweep.items()]) if options.json else _sweep_table(sweep)
         print(text if options.json else f"{_title(planned, plan, hardware, accumulate)}\n\n{text}")
         return
     simulation = simulate_plan(plan, hardware, planned.seconds[0] if planned.seconds else None, **how)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         decision = {"decision": asdict(planned.decision)} if planned.decision is not None else {}
         decision |= {"divisions": [*map(asdict, planned.divisions)]} if planned.divisions else {}
-        timeline = {"timeline": [asdict(one) for one in slices(plan, simulation)]}
+        timeline = {"timeline": [asdict(piece) for piece in slices(plan, simulation)]}
         print(json.dumps(_data(simulation, fit) | decision | {"saves": asdict(saves)} | timeline))
     else:
         launches = 0 if planned.seconds else decided_by_launches(plan, hardware)
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _title(planned: Planning, plan: Plan, hardware: Hardware, accumulate: int) -> str:
-    decided = "".join(f"{one}\n\n" for one in planned.decision_texts)
+    decided = "".join(f"{text}\n\n" for text in planned.decision_texts)
     operators = " + ".join(f"{len(graph.operators):,} {graph.kind}" for graph in plan.graphs)
     times = f", {accumulate} times before the optimizer's step" if accumulate > 1 else ""
     return f"{decided}A step of {operators} operators on {hardware.name}, batch {_batch_text(plan)}{times}, simulated"
@@ -107,7 +107,7 @@ def _report(simulation: Simulation, launches: int) -> str:
     if stalls := _longest_first(simulation):
         lines += ["", f"The longest of {len(stalls)} times that compute waited:"]
         for stall in stalls[:_STALLS]:
-            job, seconds = max(stall.waited_for, key=lambda one: one[1])
+            job, seconds = max(stall.waited_for, key=lambda job_and_seconds: job_and_seconds[1])
             lines.append(f"  {stall.seconds:.4g} s before {stall.before}: {seconds:.4g} s of it for {job.name}")
     return "\n".join(lines)
 
@@ -116,12 +116,12 @@ def _memories(fit: Fit) -> str:
     rows = [
         [
             tier if tier != "device" or "host" in fit.memories else "device and host",
-            in_words(one.needed),
-            in_words(one.values) if one.values else "",
-            in_words(one.capacity),
-            "yes" if one.fits else f"no: {in_words(one.needed - one.capacity)} too much",
+            in_words(memory.needed),
+            in_words(memory.values) if memory.values else "",
+            in_words(memory.capacity),
+            "yes" if memory.fits else f"no: {in_words(memory.needed - memory.capacity)} too much",
         ]
-        for tier, one in fit.memories.items()
+        for tier, memory in fit.memories.items()
     ]
     fits = "It fits" if fit.refused is None else f"It doesn't fit: {fit.refused}"
     return f"{fits}.\n\n{table(rows, ['memory of a rank', 'needed', 'values computed with', 'there is', 'fits'])}"
@@ -131,22 +131,22 @@ def _longest_first(simulation: Simulation) -> list[Stall]:
     return sorted(simulation.stalls(), key=lambda stall: -stall.seconds)
 
 
-def _sweep_table(found: dict[int, tuple[Simulation, Fit]]) -> str:
+def _sweep_table(sweep: dict[int, tuple[Simulation, Fit]]) -> str:
     rows = []
-    for batch, (one, fit) in found.items():
-        waited, seconds = max(one.stalled.items(), key=lambda item: item[1])
-        most = f"{waited} ({seconds / one.seconds:.0%})" if seconds else "nothing"
-        busy = [f"{share:.0%}" for share in one.utilisation.values()]
-        rows.append([batch, f"{one.seconds:.4g}", f"{one.flops_per_second / 1e12:.4g}", *busy, most])
-        rows[-1].append(", ".join(f"not {tier}" for tier, one in fit.memories.items() if not one.fits) or "yes")
-    names = next(iter(found.values()))[0].utilisation
+    for batch, (simulation, fit) in sweep.items():
+        waited, seconds = max(simulation.stalled.items(), key=lambda item: item[1])
+        most = f"{waited} ({seconds / simulation.seconds:.0%})" if seconds else "nothing"
+        busy = [f"{share:.0%}" for share in simulation.utilisation.values()]
+        rows.append([batch, f"{simulation.seconds:.4g}", f"{simulation.flops_per_second / 1e12:.4g}", *busy, most])
+        rows[-1].append(", ".join(f"not {tier}" for tier, memory in fit.memories.items() if not memory.fits) or "yes")
+    names = next(iter(sweep.values()))[0].utilisation
     return table(rows, ["batch", "s per step", "TFLOP/s per device", *names, "compute waits for", "fits"])
 
 
 def _data(simulation: Simulation, fit: Fit) -> dict[str, object]:
     return {
         "fits": fit.refused is None,
-        "memory": {tier: asdict(one) | {"fits": one.fits} for tier, one in fit.memories.items()},
+        "memory": {tier: asdict(memory) | {"fits": memory.fits} for tier, memory in fit.memories.items()},
         "seconds": simulation.seconds,
         "flops": simulation.flops,
         "flops_per_second": simulation.flops_per_second,

@@ -132,8 +132,8 @@ def _factory(module: ModuleType, location: str, name: str) -> Callable[[], objec
 def _checked(result: object, target: str) -> Built:
     wanted = "it must return (model, example_inputs), a module and a tuple, list or mapping"
     if not isinstance(result, tuple) or len(result) != 2:
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise TargetError(f"{target} returned {found}: {wanted}")
+        returned = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise TargetError(f"{target} returned {returned}: {wanted}")
     model, inputs = result
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{target} returned a {type(model).__name__} as the model: {wanted}")
@@ -143,6 +143,5 @@ def _checked(result: object, target: str) -> Built:
 
 
 def _brief(error: BaseException) -> str:
-    """The type and the first line of an exception."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -100,10 +100,10 @@ class Accelerator(accelerate.Accelerator):
         self._optimizers.clear()
 
     def _named(self) -> dict[str, Any]:
-        """The models and optimizers by the names that they have in a checkpoint."""
+        """Return the models and optimizers by the names that they have in a checkpoint."""
         named: dict[str, Any] = {"optimizer": None}
         for kind, objects in (("model", self._models), ("optimizer", self._optimizers)):
-            named |= {kind if number == 0 else f"{kind}_{number}": one for number, one in enumerate(objects)}
+            named |= {kind if number == 0 else f"{kind}_{number}": owner for number, owner in enumerate(objects)}
         return named
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.checkpoint.entries import ModulePart, Parts, RandomPart, parts_of
+from zinf_fx.checkpoint.entries import ModuleEntry, RandomEntry, StateEntries, state_entries
 from zinf_fx.checkpoint.load import load
 from zinf_fx.checkpoint.save import save
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -22,15 +22,15 @@ def is_stored(model: torch.nn.Module) -> bool:
 
 
 def save_beside_weights(directory: Path, model: torch.nn.Module, optimizer: Optimizer | None, **extra: object) -> None:
-    """As `save_checkpoint`, without weights and buffers of models, which give parameters their names here, and without
-    the states of random generators."""
-    save(directory, _without_weights(parts_of(model, optimizer, extra)))
+    """Save a checkpoint without the weights and buffers of models, which only name the parameters here, and without the
+    states of random generators."""
+    save(directory, _without_weights(state_entries(model, optimizer, extra)))
 
 
 def load_beside_weights(directory: Path, model: torch.nn.Module, optimizer: Optimizer | None, **extra: object) -> None:
     """Load what `save_beside_weights` saved, as `load_checkpoint` does. The weights are to be loaded before."""
-    load(directory, _without_weights(parts_of(model, optimizer, extra)), [])
+    load(directory, _without_weights(state_entries(model, optimizer, extra)), [])
 
 
-def _without_weights(parts: Parts) -> Parts:
-    return {name: part for name, part in parts.items() if not isinstance(part, (ModulePart, RandomPart))}
+def _without_weights(entries: StateEntries) -> StateEntries:
+    return {name: entry for name, entry in entries.items() if not isinstance(entry, (ModuleEntry, RandomEntry))}

@@ -38,7 +38,7 @@ class StrategyForStoredModels(_Strategy):
         return {} if self._is_stored else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Likewise."""
+        """As Lightning's; nothing for a stored module, whose optimizers have a checkpoint of their own."""
         return {} if self._is_stored else super().optimizer_state(optimizer)
 
     def save_checkpoint(

@@ -147,9 +147,10 @@ class Trainer(ForStoredModels, transformers.Trainer):
 
 
 def _last_whole(folder: Path) -> str | None:
-    """The last checkpoint's folder that has all that a Trainer writes there."""
-    found = [one.parent for one in folder.glob(f"*/{TRAINER_STATE_NAME}") if _CHECKPOINT.fullmatch(one.parent.name)]
-    return str(max(found, key=lambda one: int(one.name.partition("-")[2]))) if found else None
+    """Return the last checkpoint's folder that has all that a Trainer writes there."""
+    folders = (path.parent for path in folder.glob(f"*/{TRAINER_STATE_NAME}"))
+    whole = [checkpoint for checkpoint in folders if _CHECKPOINT.fullmatch(checkpoint.name)]
+    return str(max(whole, key=lambda checkpoint: int(checkpoint.name.partition("-")[2]))) if whole else None
 
 
 def _has_adapters(model: torch.nn.Module) -> bool:
@@ -158,7 +159,7 @@ def _has_adapters(model: torch.nn.Module) -> bool:
 
 
 def _with_trained_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a model with adapters, in which what is trained has been gathered. All ranks call this."""
+    """Return the state dict of a model with adapters, with trained parameters gathered. All ranks call this."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = model.state_dict()
     gathered = {name for name, value in state.items() if name in trained and hasattr(value, "full_tensor")}
@@ -181,7 +182,7 @@ Find = Callable[[TrainingArguments, torch.nn.Module], tuple[Any, dict[str, Any]]
 def optimizer_of(
     arguments: TrainingArguments, model: torch.nn.Module, given: Mapping[str, object], find: Find
 ) -> tuple[Any, dict[str, Any]]:
-    """The class, and its options, of what `arguments.optim` names, for a model that is stored.
+    """Return the class that `arguments.optim` names, and its options, for a model that is stored.
 
     `given`: options of zinf_fx's optimizers; `arguments.optim_args` may have them, too. `find`: the Trainer's own way.
 
@@ -207,17 +208,17 @@ def optimizer_of(
         )
     arguments = copy.copy(arguments)
     arguments.optim, arguments.optim_args = name, ",".join(f"{k}={v}" for k, v in rest.items()) or None
-    kind, found = find(arguments, model)
+    kind, found_options = find(arguments, model)
     streamed = getattr(zinf_fx.optim, kind.__name__, None) if str(kind.__module__).startswith("torch.optim") else None
     if streamed is None:
         if options:
             raise ConfigError(
                 f"{', '.join(options)}: optim={name!r} is {kind.__module__}.{kind.__name__}, without these"
             )
-        return kind, found
+        return kind, found_options
     if options.get("step_in_backward"):
         _check_steps_in_backward(arguments)
-    return streamed, found | options
+    return streamed, found_options | options
 
 
 def _check_steps_in_backward(arguments: TrainingArguments) -> None:
@@ -234,7 +235,7 @@ def _check_steps_in_backward(arguments: TrainingArguments) -> None:
 
 
 def _parted(text: str | None) -> tuple[dict[str, object], dict[str, str]]:
-    """Options of zinf_fx's optimizers in `optim_args`, and the others."""
+    """Return the options of zinf_fx's optimizers in `optim_args`, and the others."""
     options: dict[str, object] = {}
     rest: dict[str, str] = {}
     for assignment in (text or "").replace(" ", "").split(","):

@@ -1,4 +1,4 @@
-"""What of this machine helps or hinders a store, each finding with the line that mends it."""
+"""What of this machine helps or hinders a store, each finding with the line that fixes it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Finding:
         subject: what.
         status: "ok", "warning" (slower or riskier than need be) or "problem" (a store can't work like this).
         found: what was found, and why it matters if it isn't ok.
-        mend: the line to run or to write; None where there is nothing to mend.
+        fix: the line to run or to write; None where there is nothing to fix.
     """
 
     subject: str
     status: Status
     found: str
-    mend: str | None = None
+    fix: str | None = None
 
 
 def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]:
@@ -60,8 +60,8 @@ def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]
         file_system, left = file_system_of(directory), orphans(directory)
     except StoreError as error:
         is_missing = unmade is None and error.errno == errno.ENOENT
-        mend = f"mkdir -p {_quoted(directory)}" if is_missing else OTHER_STORE
-        return [*findings, Finding("store", "problem", str(error), mend)]
+        fix = f"mkdir -p {_quoted(directory)}" if is_missing else OTHER_STORE
+        return [*findings, Finding("store", "problem", str(error), fix)]
     findings += [_kind(directory, file_system), _space(directory, file_system, left)]
     return [*findings, _alignment(directory), _provider(directory), _orphans(directory, left), _profile(directory)]
 
@@ -97,8 +97,8 @@ def _memlock() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"locked memory: {_size(soft)} (hard limit {_size(hard)})"
     if soft != resource.RLIM_INFINITY and cuda.is_available():
-        mend = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _limits_line("memlock")
-        return Finding("memlock", "warning", f"{found}: pinning host memory for the GPU may be refused", mend)
+        fix = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _limits_line("memlock")
+        return Finding("memlock", "warning", f"{found}: pinning host memory for the GPU may be refused", fix)
     return Finding("memlock", "ok", f"{found}; nothing is locked without a GPU" if soft != -1 else found)
 
 
@@ -109,8 +109,8 @@ def _aio() -> Finding:
         return Finding("kernel AIO", "warning", "the kernel doesn't tell its limits: threads may have to do the I/O")
     found = f"{used} of {most} events in use"
     if most - used < AIO_EVENTS_WANTED:
-        mend = f"sudo sysctl -w fs.aio-max-nr={most + 65536}"
-        return Finding("kernel AIO", "warning", f"{found}: a store may not get a queue, and use threads", mend)
+        fix = f"sudo sysctl -w fs.aio-max-nr={most + 65536}"
+        return Finding("kernel AIO", "warning", f"{found}: a store may not get a queue, and use threads", fix)
     return Finding("kernel AIO", "ok", found)
 
 
@@ -118,8 +118,8 @@ def _file_size() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft == resource.RLIM_INFINITY:
         return Finding("file size", "ok", "unlimited")
-    mend = "ulimit -f unlimited" if hard == resource.RLIM_INFINITY else _limits_line("fsize")
-    return Finding("file size", "warning", f"files may have {_size(soft)} at most, and a store is one file", mend)
+    fix = "ulimit -f unlimited" if hard == resource.RLIM_INFINITY else _limits_line("fsize")
+    return Finding("file size", "warning", f"files may have {_size(soft)} at most, and a store is one file", fix)
 
 
 def _kind(directory: Path, found: FileSystem) -> Finding:
@@ -136,8 +136,8 @@ def _space(directory: Path, found: FileSystem, left: list[Path]) -> Finding:
     each = 2 + AdamStates(2).nbytes
     room = f"{found.free / each / 1e9:.1f} G parameters"
     if found.free < LITTLE_SPACE:
-        mend = f"zinf-fx clean {_quoted(directory)}" if left else OTHER_STORE
-        return Finding("free space", "warning", f"{text}: enough for {room}", mend)
+        fix = f"zinf-fx clean {_quoted(directory)}" if left else OTHER_STORE
+        return Finding("free space", "warning", f"{text}: enough for {room}", fix)
     return Finding("free space", "ok", f"{text}: room for {room} ({each:g} bytes each)")
 
 
@@ -172,8 +172,8 @@ def _provider(directory: Path) -> Finding:
     if not is_direct(provider):
         return Finding(subject, "warning", f"{provider}: through the page cache, slower{reasons}", OTHER_STORE)
     if provider == "threads":
-        mend = "sudo sysctl -w fs.aio-max-nr=1048576"
-        return Finding(subject, "warning", f"{provider}: more processor time than kernel AIO{reasons}", mend)
+        fix = "sudo sysctl -w fs.aio-max-nr=1048576"
+        return Finding(subject, "warning", f"{provider}: more processor time than kernel AIO{reasons}", fix)
     return Finding(subject, "ok", f"{provider}{reasons}")
 
 

@@ -52,25 +52,25 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The length of the step."""
         return self.end - self.start
 
     def busy(self, lane: Lane) -> float:
-        """Seconds in which a lane did anything."""
-        return _covered(one for one in self.slices if one.lane == lane)
+        """Return the seconds in which a lane did anything."""
+        return _covered(piece for piece in self.slices if piece.lane == lane)
 
     def nbytes(self, lane: Lane) -> int:
-        """Bytes that a lane moved."""
-        return sum(one.nbytes for one in self.slices if one.lane == lane)
+        """Return the bytes that a lane moved."""
+        return sum(piece.nbytes for piece in self.slices if piece.lane == lane)
 
 
 class Recording:
     """What `record` noted in its block; empty until it ends. `print` shows a table of lanes, planned and measured.
 
     Attributes:
-        steps: in order.
-        plans: that were followed, in the order in which their graphs ran first.
-        memory: what the host arena held when operators began and ended, and what CUDA devices did.
+        steps: the recorded steps, in order.
+        plans: the plans that were followed, in the order in which their graphs ran first.
+        memory: the bytes that the host arena and CUDA devices held when operators began and ended.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -95,7 +95,7 @@ class Recording:
         if self._ranks.size > 1:
             path = path.with_suffix(f".rank{self._ranks.rank}{path.suffix}")
             name = f"measured, rank {self._ranks.rank} of {self._ranks.size}"
-        steps = [Slice("step", f"step {n}", one.start, one.end, 0, "") for n, one in enumerate(self.steps)]
+        steps = [Slice("step", f"step {n}", step.start, step.end, 0, "") for n, step in enumerate(self.steps)]
         measured = Process(name, [*steps, *_all(self.steps)], self.memory)
         try:
             path.write_text(to_chrome(*self._planned, measured) + "\n", encoding="utf-8")
@@ -105,16 +105,16 @@ class Recording:
 
     @cached_property
     def _planned(self) -> list[Process]:
-        """Of each plan, a simulated step; without slices where it can't be simulated."""
-        found = []
+        """A simulated step of each plan; without slices where it can't be simulated."""
+        processes = []
         for plan, start in zip(self.plans, self._began, strict=True):
             hardware = self._hardware.with_ranks(plan.world_size)
             try:
                 simulation = simulate_plan(plan, hardware)
-                found.append(planned_process(plan, simulation, hardware, start))
+                processes.append(planned_process(plan, simulation, hardware, start))
             except (PlanError, ConfigError) as error:
-                found.append(Process(f"planned, but not simulated: {error}", ()))
-        return found
+                processes.append(Process(f"planned, but not simulated: {error}", ()))
+        return processes
 
     def __str__(self) -> str:
         if not self.steps:
@@ -122,7 +122,9 @@ class Recording:
         count = len(self.steps)
         # Every plan's step begins at 0 for itself, so what lanes do in one isn't at the same time as in another.
         planned = [
-            Step(0.0, max((one.end for one in plan.slices if one.lane == "step"), default=0.0), tuple(plan.slices))
+            Step(
+                0.0, max((piece.end for piece in plan.slices if piece.lane == "step"), default=0.0), tuple(plan.slices)
+            )
             for plan in self._planned
         ]
         done = Step(self.steps[0].start, self.steps[-1].end, tuple(_all(self.steps)))
@@ -144,21 +146,21 @@ class Recording:
     @property
     def _computing(self) -> float:
         """Seconds of all operators, less those in which the computing thread did something else."""
-        operators = [one for one in _all(self.steps) if one.lane == "compute"]
-        instead = [one for one in _all(self.steps) if self._on_host and one.name.partition(" ")[0] in _INSTEAD]
-        return _covered([*operators, *instead]) - _covered(instead)
+        operators = [piece for piece in _all(self.steps) if piece.lane == "compute"]
+        other_work = [piece for piece in _all(self.steps) if self._on_host and piece.name.partition(" ")[0] in _INSTEAD]
+        return _covered([*operators, *other_work]) - _covered(other_work)
 
     def _waited_for(self) -> Iterator[str]:
         waited: defaultdict[str, float] = defaultdict(float)
-        for one in _all(self.steps):
-            if one.lane == "wait":
-                waited[one.name.removeprefix("wait ")] += (one.end - one.start) / len(self.steps)
+        for piece in _all(self.steps):
+            if piece.lane == "wait":
+                waited[piece.name.removeprefix("wait ")] += (piece.end - piece.start) / len(self.steps)
         longest = sorted(waited.items(), key=lambda item: -item[1])[:3]
         if longest:
             yield f"waited longest for {', '.join(f'{name} ({seconds:.6f} s)' for name, seconds in longest)}"
 
     def _take(self, log: Log, model: torch.nn.Module) -> None:
-        """Fill in what was noted; what goes on still is cut off now."""
+        """Fill in what was noted. What is not over yet is cut off now."""
         if (stored := _stored_in(model)) is not None:
             self._ranks = stored.storage.share.ranks
         now, began = time.perf_counter(), log.began
@@ -168,11 +170,11 @@ class Recording:
             slices.setdefault(note.step, []).append(_slice(note, began, now))
         starts = {run.step: run.began - began for run in reversed(log.runs)}
         for step in slices:
-            slices[step] = found = _together(slices[step])
-            starts.setdefault(step, found[0].start if found else 0.0)
+            slices[step] = _joined(slices[step])
+            starts.setdefault(step, slices[step][0].start if slices[step] else 0.0)
         steps = []
         for step, following in zip_longest(sorted(slices), sorted(slices)[1:]):
-            end = max((one.end for one in slices[step]), default=starts[step])
+            end = max((piece.end for piece in slices[step]), default=starts[step])
             steps.append(Step(starts[step], end if following is None else starts[following], tuple(slices[step])))
         self.steps = tuple(steps)
         first = {id(run.plan): run for run in reversed(log.runs)}
@@ -217,21 +219,21 @@ def _stored_in(model: torch.nn.Module) -> StoredTensor | None:
     return next((stored for parameter in parameters for stored in stored_in(parameter)), None)
 
 
-def _together(slices: Iterable[Slice]) -> list[Slice]:
-    """In the order of their start; those that are called the same as one while they overlap: a tile's segments, or an
-    optimizer's states, are transferred piece by piece."""
-    found: list[Slice] = []
+def _joined(slices: Iterable[Slice]) -> list[Slice]:
+    """Sort slices by their start, and join those of one name while they overlap: a tile's segments, or an optimizer's
+    states, are transferred piece by piece."""
+    joined: list[Slice] = []
     last: dict[tuple[str, str], int] = {}
-    for one in sorted(slices, key=lambda one: one.start):
-        key = (one.name, one.detail)
-        before = found[last[key]] if key in last else None
-        if before is not None and one.start < before.end:
-            nbytes, end = before.nbytes + one.nbytes, max(before.end, one.end)
-            found[last[key]] = replace(before, end=end, nbytes=nbytes)
+    for piece in sorted(slices, key=lambda piece: piece.start):
+        key = (piece.name, piece.detail)
+        before = joined[last[key]] if key in last else None
+        if before is not None and piece.start < before.end:
+            nbytes, end = before.nbytes + piece.nbytes, max(before.end, piece.end)
+            joined[last[key]] = replace(before, end=end, nbytes=nbytes)
         else:
-            last[key] = len(found)
-            found.append(one)
-    return found
+            last[key] = len(joined)
+            joined.append(piece)
+    return joined
 
 
 @contextmanager
@@ -241,8 +243,8 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
     Everything in this process is recorded, the optimizer's steps among it. Outside of such a block nothing is noted.
 
     Args:
-        model: whose rank is named.
-        hardware: that the plan is simulated on, to compare with: a description, its name, a TOML file, or
+        model: the model whose rank is named.
+        hardware: what the plan is simulated on, to compare with: a description, its name, a TOML file, or
             "this-machine", measured now, in some seconds.
 
     Raises: ConfigError for hardware that is not known, and when another recording is under way.
@@ -258,5 +260,5 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
 
 
 def _covered(slices: Iterable[Slice], begin: float = -math.inf) -> float:
-    """Seconds from `begin` on in which any of these goes on."""
-    return covered((max(one.start, begin), one.end) for one in slices)
+    """Return the seconds from `begin` on in which any of these goes on."""
+    return covered((max(piece.start, begin), piece.end) for piece in slices)

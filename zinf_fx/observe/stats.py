@@ -21,24 +21,23 @@ class Stats:
     """Measured since the job began; models that share a store share its counters. `print` shows a table.
 
     Attributes:
-        bytes_read, bytes_written: between NVMe and host memory, states of the optimizer included.
-        read_seconds, write_seconds: for which at least one block of that direction was under way.
-        host_bytes: allocated from the host arena now.
-        peak_host_bytes: of the host arena that were allocated at any time since the last plan was made, together: so
+        bytes_read, bytes_written: bytes moved between NVMe and host memory, including optimizer states.
+        read_seconds, write_seconds: seconds in which at least one block of that direction was under way.
+        host_bytes: bytes of the host arena in use now.
+        peak_host_bytes: bytes of the host arena that were in use at any time since the last plan was made, together: so
             many may be resident.
-        planned_host_bytes: what the plans say that this is, one at a time; 0 before the first.
-        device_arena_bytes, peak_device_arena_bytes, planned_device_arena_bytes: as those of the host arena, of the
-            places of tiles on devices with memory of their own: taken from the device are those that are planned, and
-            what lies elsewhere.
-        placed_buffers, displaced_buffers: allocated where their plans say, and elsewhere: because somebody else had the
-            place, as when graphs run in another order than planned.
-        peak_device_bytes: that PyTorch allocated on the CUDA devices of the parameters at most, activations included.
-        gathered_bytes: of tiles that compute regions waited for, wherever the tiles live.
-        stall_seconds: for which compute waited for a tile.
-        write_stall_seconds: for which too many writes were under way to start another.
-        sent_bytes: that this rank sent to others in collectives of model states and of activations that are divided, as
-            a ring sends them.
-        parameters: of the model that are stored.
+        planned_host_bytes: what the plans predict for this, one at a time; 0 before the first.
+        device_arena_bytes, peak_device_arena_bytes, planned_device_arena_bytes: the same for the arenas of tiles on
+            devices with memory of their own. What is planned is taken from the device, and what is placed elsewhere.
+        placed_buffers, displaced_buffers: buffers that were placed as planned, and elsewhere, because another one had
+            the place, as when graphs run in another order than planned.
+        peak_device_bytes: bytes that PyTorch allocated at most on the parameters' CUDA devices, including activations.
+        gathered_bytes: bytes of tiles that compute regions waited for, wherever the tiles live.
+        stall_seconds: seconds in which compute waited for a tile.
+        write_stall_seconds: seconds in which no write could start because too many were under way.
+        sent_bytes: bytes that this rank sent to others in collectives of model states and of divided activations, as a
+            ring sends them.
+        parameters: stored parameters of the model.
         provider: what moves the bytes ("libaio", ...); None when nothing was ever placed on NVMe.
     """
 
@@ -92,7 +91,7 @@ def _arena(name: str, now: int, peak: int, planned: int) -> list[tuple[str, str]
 
 
 def stats(model: torch.nn.Module) -> Stats:
-    """The counters behind the stored parameters of `model`, compiled or not; all 0 when it has none."""
+    """Return the counters of the stored parameters of `model`, compiled or not; all 0 when it has none."""
     check_model(model, "stats")
     model = getattr(model, "_orig_mod", model)
     stored = [stored for parameter in model.parameters() for stored in stored_in(parameter)]
@@ -103,7 +102,7 @@ def stats(model: torch.nn.Module) -> Stats:
     moved = sum((store.counters() for store in stores), IoCounters())
     ranks = {p.storage.share.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
-        ranks.update(each for group in mesh.get_all_groups() for each in Ranks.on(group))
+        ranks.update(on_group for group in mesh.get_all_groups() for on_group in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}
     return Stats(
         bytes_read=moved.bytes_read,
@@ -116,18 +115,18 @@ def stats(model: torch.nn.Module) -> Stats:
         device_arena_bytes=sum(arena.in_use for arena in arenas),
         peak_device_arena_bytes=sum(arena.touched for arena in arenas),
         planned_device_arena_bytes=sum(arena.capacity for arena in arenas),
-        placed_buffers=sum(each.placed for each in counters),
-        displaced_buffers=sum(each.displaced for each in counters),
+        placed_buffers=sum(counter.placed for counter in counters),
+        displaced_buffers=sum(counter.displaced for counter in counters),
         peak_device_bytes=sum(map(cuda.peak_allocated_bytes, devices)),
-        gathered_bytes=sum(each.gathered_bytes for each in counters),
-        stall_seconds=sum(each.stall_seconds for each in counters),
-        write_stall_seconds=sum(each.write_stall_seconds for each in counters),
-        sent_bytes=sum(each.sent_bytes for each in ranks),
+        gathered_bytes=sum(counter.gathered_bytes for counter in counters),
+        stall_seconds=sum(counter.stall_seconds for counter in counters),
+        write_stall_seconds=sum(counter.write_stall_seconds for counter in counters),
+        sent_bytes=sum(group.sent_bytes for group in ranks),
         parameters=len(stored),
         provider=", ".join(dict.fromkeys(store.provider for store in stores)) or None,
     )
 
 
 def _time(nbytes: int, seconds: float) -> tuple[str, str]:
-    """Seconds, and the rate where there is one."""
+    """Return seconds in words, and the rate, if there is one."""
     return f"{seconds:.3f} s", f"{in_words(round(nbytes / seconds))}/s" if seconds else ""

@@ -43,7 +43,7 @@ def working_engine(
     """The engine of the first of `names` that works in the scratch directory, made by `start`; why those before don't.
 
     Raises:
-        StoreError: none works, or the file system is full, read-only or out of descriptors, which no provider mends.
+        StoreError: none works, or the file system is full, read-only or out of descriptors, which no provider can help.
     """
     refused: dict[str, str] = {}
     for name in names:

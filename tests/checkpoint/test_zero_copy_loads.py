@@ -16,8 +16,8 @@ from counting import Counting
 
 import zinf_fx
 from zinf_fx.checkpoint.entries import Matching
-from zinf_fx.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedPiece, SavedTensor
-from zinf_fx.checkpoint.sharing import Adoption
+from zinf_fx.checkpoint.manifest import Manifest, SavedFile, SavedPiece, SavedTensor, ShardMetadata
+from zinf_fx.checkpoint.sharing import ZeroCopyLoad
 from zinf_fx.errors import CheckpointError, StoreError
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
@@ -236,7 +236,7 @@ def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: in
     """Of three ranks and two tiles, the first has as many elements as in one tile, and others."""
     shards = Shards(12288, ranks=3, segment=12288, step=2048)
     pieces = [SavedPiece(part.start, len(part), rank, 0, 0) for rank in range(3) for part in shards.of_rank(rank)]
-    saved = SavedTensor("model/w", torch.float32, (12288,), (SavedBox((0,), (12288,), tuple(pieces)),))
+    saved = SavedTensor("model/w", torch.float32, (12288,), (ShardMetadata((0,), (12288,), tuple(pieces)),))
     files = tuple(SavedFile(f"data-00000000-{rank}-0.extents", 16384, of_store=True) for rank in range(3))
     manifest = Manifest("", "", 3, files, (saved,))
     now = replace(shards, segment=12288 // tiles)
@@ -253,7 +253,7 @@ def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: in
         )
         matching = Matching(manifest.by_name(), [], rank=0, ranks=3, ranks_then=3)
         matching.targets.append((saved, holding))
-        assert len(Adoption(tmp_path, manifest, matching).others) == (tiles > 1)
+        assert len(ZeroCopyLoad(tmp_path, manifest, matching).others) == (tiles > 1)
 
 
 def test_a_checkpoint_that_is_gone_meanwhile_is_no_fault_of_the_store(tmp_path: Path):

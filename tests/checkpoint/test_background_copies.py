@@ -1,4 +1,4 @@
-"""A checkpoint on another file system is copied behind training, and is what there was when it was due."""
+"""A checkpoint on another file system is copied in the background, and is what there was when it was due."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_kills_at_operations(tmp_path: Path, other: Counting, every: int):
 
 @pytest.mark.parametrize("ignores", ["", "sync", "sync_data"])
 def test_power_fails_at_every_operation(tmp_path: Path, other: Counting, ignores: str):
-    """Of a copy behind training, with a step meanwhile. A disk that doesn't sync shows why copies do."""
+    """Of a copy in the background, with a step meanwhile. A disk that doesn't sync shows why copies do."""
     root, image = tmp_path / "disk", tmp_path / "image"
     root.mkdir()
     job = Counting(tmp_path / "store")
@@ -275,7 +275,7 @@ def test_what_fails_leaves_training_and_the_checkpoint_as_they_were(
         else:
             checkpoints.after_step(2)
             job.step()
-            while "behind training failed, and training goes on without it" not in caplog.text:
+            while "in the background failed, and training goes on without it" not in caplog.text:
                 time.sleep(0.01)
             with pytest.raises((CheckpointError, StoreError), match=says):
                 checkpoints.close()

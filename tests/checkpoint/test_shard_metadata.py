@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_fx.checkpoint.copying import needed_for
-from zinf_fx.checkpoint.manifest import SavedBox, SavedPiece, SavedTensor
+from zinf_fx.checkpoint.manifest import SavedPiece, SavedTensor, ShardMetadata
 from zinf_fx.runtime.tensor.boxes import Box, copy_common
 
 
@@ -65,7 +65,7 @@ def saved(shape: tuple[int, ...], box: Box, counts: list[int]) -> SavedTensor:
     starts = [sum(counts[:number]) for number in range(len(counts)) if sum(counts[:number]) < box.numel]
     ends = zip(starts, [*starts[1:], box.numel], strict=True)
     pieces = Counted(SavedPiece(start, end - start, 0, 8 * start, 0) for start, end in ends)
-    return SavedTensor("model/weight", torch.int64, shape, (SavedBox(box.offsets, box.shape, pieces),))
+    return SavedTensor("model/weight", torch.int64, shape, (ShardMetadata(box.offsets, box.shape, pieces),))
 
 
 class Counted(tuple):
