@@ -243,16 +243,20 @@ def test_shards_that_were_divided_otherwise_are_copied(tmp_path: Path, tiles: in
     with Store(tmp_path) as store:
         in_store = CopyOnWrite(store, 4 * now.held_by(0))
 
-        def in_pages(elements: range) -> range:
+        def page_range(elements: range) -> range:
             first = 4 * now.position(0, elements.start)
             return range(first, first + 4 * len(elements))
 
         allocation = mock.Mock(tiers=None, in_store=in_store)
-        holding = SimpleNamespace(
-            tiers=None, box=saved.boxes[0].box, held=list(now.of_rank(0)), in_pages=in_pages, allocation=allocation
+        shard = SimpleNamespace(
+            tiers=None,
+            box=saved.boxes[0].box,
+            wanted=list(now.of_rank(0)),
+            page_range=page_range,
+            allocation=allocation,
         )
         matching = Matching(manifest.by_name(), [], rank=0, ranks=3, ranks_then=3)
-        matching.targets.append((saved, holding))
+        matching.targets.append((saved, shard))
         assert len(ZeroCopyLoad(tmp_path, manifest, matching).others) == (tiles > 1)
 
 
