@@ -19,7 +19,7 @@ from zinf_fx.config import LEAST_CHUNK
 from zinf_fx.errors import StoreError
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.plan.memory.accounting import traffic
-from zinf_fx.plan.memory.chunk_count import chunks_wanted
+from zinf_fx.plan.memory.layout import chunks_wanted
 from zinf_fx.plan.memory.use import arena_by_operator, host_arena, peak_host_bytes
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import NOMINAL, NOMINAL_MACHINE

@@ -20,7 +20,7 @@ from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Tile
 from zinf_fx.plan.update import costs_of
 from zinf_fx.sizes import PAGE, blocks
 
-# Gradients that leave for NVMe, of which the room is there when another one has left.
+# Gradients that are offloaded to NVMe, whose buffers are there when another one is offloaded.
 PREFETCHED_GRADIENTS = 3
 
 
@@ -139,17 +139,18 @@ def gradient_buffer_bytes(tile: Tile, stage: int) -> int:
     return in_blocks(tile, tile.gradient_nbytes_at_once(stage))
 
 
-def leaving_for_nvme(schedule: GraphSchedule) -> list[Event]:
-    """The events with which gradients leave for NVMe, in order."""
+def offloads_to_nvme(schedule: GraphSchedule) -> list[Event]:
+    """Return the events that offload gradients to NVMe, in order."""
     tiles = schedule.tiles
     return [e for e in schedule.events if e.kind == "offload" and tiles[e.tile].gradient_tier == "nvme"]
 
 
 def prefetched_gradient_buffers(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
-    """Of each gradient that leaves for NVMe, the number of the one behind which it has its room, so that what it is
-    added to is read while operators compute. That is up to GRADIENTS_AHEAD before, if it and those between take half of
-    the gradients' buffer at most, and beside that one fit it. None: it has its room from when it leaves."""
-    rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in leaving_for_nvme(schedule)]
+    """Return, for each gradient that is offloaded to NVMe, the number of the one behind whose offload it has its
+    buffer, so that what it is added to is read while operators compute. That is up to PREFETCHED_GRADIENTS before, if
+    it and those between take half of the gradients' buffer at most, and beside that one fit it. None: it has its buffer
+    from its own offload on."""
+    rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in offloads_to_nvme(schedule)]
     behind: list[int | None] = []
     for number in range(len(rooms)):
         earlier = range(max(number - PREFETCHED_GRADIENTS, 0), number)

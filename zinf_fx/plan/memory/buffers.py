@@ -128,7 +128,7 @@ def _tiles(plan: Plan, opens: EventKind, closes: EventKind, size: Callable[[Tile
 def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
     """On their way to NVMe: activations, and what forward writes to parameters, each until its room is needed for
     another, or the graph's end; gradients, too, or the optimizer's chunks need it. For gradients, see
-    `early_rooms`."""
+    `prefetched_gradient_buffers`."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
         behind, left = deque(prefetched_gradient_buffers(plan, schedule)), []  # the times at which gradients left

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 
+from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.memory.buffers import Clock, PlannedBuffer, device_buffers, host_buffers
-from zinf_fx.plan.memory.chunk_count import chunks_wanted
 from zinf_fx.plan.memory.packing import pack
 from zinf_fx.plan.memory.use import host_states, plan_chunk_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.schedule import CHUNKS, MemoryRegions, UpdateSchedule
-from zinf_fx.plan.update import update_of
+from zinf_fx.plan.schedule import CHUNKS, GraphSchedule, MemoryRegions, Operator, UpdateSchedule
+from zinf_fx.plan.update import costs_of, update_of
 
 # How much smaller the optimizer's chunks may become, so that they have room to themselves, within a budget.
 _SMALLER = (1, 2, 4)
+# Without a budget, a plan takes no more: of the default size, they take 2 GiB of bf16 parameters and fp32 states.
+_MOST = 16
 
 
 def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], MemoryRegions, UpdateSchedule]:
@@ -68,3 +71,40 @@ def chunk_buffers_of(
         if nbytes:
             buffers.append(PlannedBuffer("chunks", "", nbytes, tuple(filter(None, (beside, range(begin, clock.end))))))
     return buffers
+
+
+def chunks_wanted(plan: Plan, rates: Rates) -> int:
+    """For how many chunks of a plan's update room is of any use; no more than half of all, so that they are a part of
+    the step.
+
+    Three are enough while one is updated: another is read, and another written. With the optimizer's step, forward has
+    most of what a training step moves, though, and where the disk is the limit, backward leaves it idle. What forward
+    left to be written, and what the next step reads of states, can be moved then, through room for more chunks.
+    """
+    of_phase = dict(phases(plan))
+    if (step := of_phase.get("optimizer")) is None:
+        return CHUNKS
+    costs = costs_of(plan, plan.update)
+    forward, backward = plan.graphs
+    update = 2 * sum(cost.states for cost in costs) / rates.memory
+    waits = _disk(of_phase["forward"] + step, rates) - _computing(forward, rates) - update
+    idle = _computing(backward, rates) - _disk(of_phase["backward"], rates)
+    ahead = (costs[0].read - costs[0].gradients) / rates.disk_read  # seconds
+    if not ahead or min(waits, idle) <= 0:
+        return CHUNKS
+    wanted = min(CHUNKS + ceil(min(waits, idle) / ahead), len(costs) // 2)
+    return max(wanted if plan.config.host_memory is not None else min(wanted, _MOST), CHUNKS)
+
+
+def _disk(traffic: Traffic, rates: Rates) -> float:
+    """Seconds of the disk."""
+    return traffic.nvme_to_host / rates.disk_read + traffic.host_to_nvme / rates.disk_write
+
+
+def _computing(graph: GraphSchedule, rates: Rates) -> float:
+    """Seconds of what computes."""
+
+    def seconds(operator: Operator) -> float:
+        return max(operator.flops / rates.flops, (operator.product_bytes + operator.other_bytes) / rates.memory)
+
+    return sum(map(seconds, graph.operators))

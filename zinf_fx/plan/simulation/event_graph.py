@@ -139,7 +139,7 @@ class _Adding:
     """Gradients are added to what is there.
 
     Attributes:
-        behind: `early_rooms` of the graph.
+        behind: `prefetched_gradient_buffers` of the graph.
         programs: what the program had come to when each left for NVMe.
         written: by a tile's label, the jobs that wrote its gradient in this pass.
     """
@@ -202,8 +202,8 @@ class _Builder:
         self._program: tuple[int, ...] = ()  # the operator before
         self._bringing: dict[LiveRange, tuple[int, ...]] = {}  # by live range, the job that brings its tile
         self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
-        self._leaving: dict[str, tuple[int, ...]] = {}  # by a tile's label, the job that moved its gradient last
-        self._left: list[int] = []  # the jobs that moved activations last
+        self._gradient_jobs: dict[str, tuple[int, ...]] = {}  # by a tile's label, those that moved its gradient last
+        self._offloaded: list[int] = []  # the jobs that moved activations last
         self._adding: _Adding | None = None  # gradients to those of the passes before
         self._started = 0  # transfers of the disk, since something was computed
         self._step = plan.update if goes_on else update_of(plan, in_backward=in_backward, prefetch=False)
@@ -232,8 +232,8 @@ class _Builder:
         graph, lifetimes = self._plan.graphs[number], self._plan.lifetimes
         self._adding = _Adding(prefetched_gradient_buffers(self._plan, graph)) if adds else None
         if graph.kind == "backward":  # it begins when the activations that left are where they live
-            self._program = (*self._program, *self._left)
-            self._left = []
+            self._program = (*self._program, *self._offloaded)
+            self._offloaded = []
         apart = max(len(graph.operators) // max(len(self._early), 1), 1)
         for operator in (PROLOGUE, *(computing.index for computing in graph.operators)):
             computed: list[Event] = []
@@ -260,11 +260,13 @@ class _Builder:
                 elif event.kind == "offload":
                     self._offload(tile)
                 else:
-                    self._left.append(self._leave(tile, tile.tier, tile.held_nbytes, bytes_stored(tile), self._program))
+                    written = bytes_stored(tile)
+                    job = self._move_to_tier(tile, tile.tier, tile.held_nbytes, written, self._program)
+                    self._offloaded.append(job)
 
     def add_optimizer(self) -> None:
         """The chunks of Adam's step that are left, when all gradients are there."""
-        gradients = (*self._program, *(job for jobs in self._leaving.values() for job in jobs))
+        gradients = (*self._program, *(job for jobs in self._gradient_jobs.values() for job in jobs))
         for event in self._step.events:
             is_read = event.prefetched and event.chunk in self._read_before
             if event.chunk >= self._begun and not is_read:
@@ -303,7 +305,7 @@ class _Builder:
     def _update_what_is_whole(self, tile: Tile) -> None:
         """Another gradient of a parameter is offloaded, of an optimizer that steps in backward."""
         self._awaited[tile.name] -= 1
-        self._whole[tile.name] += self._leaving.get(tile.label, self._program)
+        self._whole[tile.name] += self._gradient_jobs.get(tile.label, self._program)
         for number in range(self._begun, len(self._chunks)):
             chunk = self._chunks[number]
             if any(self._awaited[name] for name in chunk.names):
@@ -375,12 +377,12 @@ class _Builder:
 
     def _reduce(self, tile: Tile) -> None:
         """The gradient of the operator that computed last."""
-        self._leaving[tile.label] = self._program
+        self._gradient_jobs[tile.label] = self._program
         seconds = self._within(tile, reduced_in_group(self._plan, tile))
         seconds += self._hardware.link_across(tile.ranks).seconds(reduced_over_groups(self._plan, tile))
         if seconds:
             job = self._add(f"reduce_scatter {tile.label}", "link", seconds, self._program, tile.nbytes)
-            self._leaving[tile.label] = (job,)
+            self._gradient_jobs[tile.label] = (job,)
 
     def _offload(self, tile: Tile) -> None:
         """A gradient, to its tier; a device that computes in host memory copies it in any case."""
@@ -392,17 +394,17 @@ class _Builder:
             self._add_to_gradient(tile, copied, stored)
         consumed = self._in_backward and self._hardware.unified and can_be_consumed_in_place(tile)
         if not consumed and (tile.gradient_tier != "device" or self._hardware.unified):
-            after = (*self._program, *self._leaving.get(tile.label, ()))
-            self._leaving[tile.label] = (self._leave(tile, tile.gradient_tier, copied, stored, after),)
+            after = (*self._program, *self._gradient_jobs.get(tile.label, ()))
+            self._gradient_jobs[tile.label] = (self._move_to_tier(tile, tile.gradient_tier, copied, stored, after),)
         if self._adding is not None and tile.gradient_tier == "nvme":
             self._adding.programs.append(self._program)
-            self._adding.written[tile.label] = self._leaving[tile.label]
+            self._adding.written[tile.label] = self._gradient_jobs[tile.label]
         if self._in_backward:
             self._update_what_is_whole(tile)
 
     def _add_to_gradient(self, tile: Tile, nbytes: int, stored: int) -> None:
         """Bring what a gradient is added to, and read it once more than copying the gradient does."""
-        hardware, after = self._hardware, (*self._program, *self._leaving.get(tile.label, ()))
+        hardware, after = self._hardware, (*self._program, *self._gradient_jobs.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
             adding, read_after = self._adding, after
             assert adding is not None
@@ -416,7 +418,7 @@ class _Builder:
         written = 0 if hardware.unified else nbytes
         self._program = (self._add(f"add {tile.label}", "compute", memory.seconds(read, written), after, nbytes),)
 
-    def _leave(self, tile: Tile, tier: Tier, nbytes: int, stored: int, after: tuple[int, ...]) -> int:
+    def _move_to_tier(self, tile: Tile, tier: Tier, nbytes: int, stored: int, after: tuple[int, ...]) -> int:
         """Offload something to host memory, where the device copies it if it computes there, and on to the disk, where
         it takes `stored` bytes."""
         hardware = self._hardware

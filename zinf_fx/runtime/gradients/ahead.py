@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zinf_fx.plan.memory.accounting import gradient_buffer_bytes, leaving_for_nvme, prefetched_gradient_buffers
+from zinf_fx.plan.memory.accounting import gradient_buffer_bytes, offloads_to_nvme, prefetched_gradient_buffers
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule
 from zinf_fx.runtime.gradients.accumulate import Addends
@@ -27,11 +27,11 @@ class _Room:
 
 class RoomsAhead:
     """By the number of a gradient that has left for NVMe, the rooms of others that are there from then on, as planned
-    (`early_rooms`)."""
+    (`prefetched_gradient_buffers`)."""
 
     def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
         self._behind: defaultdict[int, list[_Room]] = defaultdict(list)
-        leaving = leaving_for_nvme(schedule)
+        leaving = offloads_to_nvme(schedule)
         rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in leaving]
         for number, (event, before) in enumerate(
             zip(leaving, prefetched_gradient_buffers(plan, schedule), strict=True)
