@@ -13,7 +13,7 @@ from zinf_fx import Config
 from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.memory.accounting import flows, phases, traffic
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, Operator, Tile
+from zinf_fx.plan.schedule import PROLOGUE, Event, GraphSchedule, MemoryRegions, Operator, Tile
 from zinf_fx.plan.show import table
 from zinf_fx.plan.show.names import GraphNames, abbreviate, module_of
 from zinf_fx.plan.show.table import render
@@ -99,6 +99,17 @@ def test_golden_of_a_tiny_model(golden):
     with torch.no_grad():
         (plan,) = plan_model(model, (tokens,), **options).plans
     golden("table_tiny_inference.txt", render(plan, width=100))
+
+
+def test_the_optimizers_step_has_a_line_per_chunk():
+    plan = replace(hand_made(), regions=MemoryRegions(chunk_elements=1 << 18, chunk_count=4))
+    plan = replace(plan, update=update_of(plan))
+    text = render(plan)
+    table = text[text.index("ADAM STEP: 4 chunks, at most 4 in memory at a time; sizes in KiB") :].splitlines()[2:8]
+    assert "in backward" in table[0] and [line.split()[0] for line in table[2:]] == ["0", "1", "2", "3"]
+    assert table[2].split()[1:] == ["0.up", "262,144", "3072.0", "3072.0", "0", "B"]
+    assert "in backward" not in render(hand_made())
+    assert "ADAM STEP" not in render(plan, operators=range(1))
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
