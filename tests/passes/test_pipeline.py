@@ -362,12 +362,12 @@ def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | 
         return
     forward.knows(successor_prologue=each.prologue(backward.graph, backward.context))
     forward.check_values(each)
-    turned = [
+    for_backward = [
         (n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).for_backward
     ]
     due = [(transfer.op, forward.context.keys[transfer.tile].token) for transfer in forward.context.successor_prologue]
-    assert set(turned) <= set(due) and len(turned) == len(set(turned))
-    assert tiles is not None or set(turned) == set(due)
+    assert set(for_backward) <= set(due) and len(for_backward) == len(set(for_backward))
+    assert tiles is not None or set(for_backward) == set(due)
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------

@@ -281,8 +281,8 @@ def test_the_turn_is_exact(count: int, distances: tuple[int, int, int]) -> None:
     due, started = {}, {}
     for op, distance in zip((ops.allgather, ops.upload, ops.fetch), distances, strict=True):
         due |= {(op, name): max(length + at - distance, 0) for name, at in use.items() if at < distance}
-        turned = [n for n in nodes_calling(forward.graph, op) if event_of(n).for_backward]
-        started |= {(op, before.tile_of(n).name): operator_of(n) for n in turned}
+        for_backward = [n for n in nodes_calling(forward.graph, op) if event_of(n).for_backward]
+        started |= {(op, before.tile_of(n).name): operator_of(n) for n in for_backward}
     assert started == due
     in_prologue = {
         (n.target, after.tile_of(n).name)
@@ -395,8 +395,8 @@ def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
         ledger = Ledger(spans(graph, context), operators_in(graph), tiles * KIB)
         assert ledger.over_budget() is None, kind
     forward = record.planned["forward"][0].graph
-    turned = [n for n in nodes_calling(forward, ops.fetch) if event_of(n).for_backward]
-    assert len(turned) == 2  # what backward needs in its prologue: it begins with an operator that uses no tile
+    for_backward = [n for n in nodes_calling(forward, ops.fetch) if event_of(n).for_backward]
+    assert len(for_backward) == 2  # what backward needs in its prologue: it begins with an operator that uses no tile
 
 
 def test_offloads_wait_only_where_there_is_room() -> None:

@@ -128,11 +128,13 @@ def test_what_stays_needs_no_turn() -> None:
     forward.run(SinkGathers(), Regions(), LowerGathers(), Prefetch())
     assert any(event_of(node).for_backward for node in nodes_calling(forward.graph, ops.fetch))
     decided(forward, backward)
-    stay = {forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.release) if event_of(n).resident}
+    staying = {
+        forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.release) if event_of(n).resident
+    }
     for_backward = {
         forward.context.tile_of(n).name for n in nodes_calling(forward.graph, ops.fetch) if event_of(n).for_backward
     }
-    assert stay and not stay & for_backward
+    assert staying and not staying & for_backward
 
 
 def test_small_parameters_stay_without_a_budget() -> None:

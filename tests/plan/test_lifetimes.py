@@ -20,15 +20,15 @@ def graph(kind: GraphKind, events: list[Event], operators: int) -> GraphSchedule
     return GraphSchedule(kind, (tile,), tuple(Operator(n, "", 1) for n in range(operators)), tuple(events))
 
 
-def stay(*operators: int) -> list[Event]:
-    """A stay of the tile; `operators`: of its fetch, upload, all-gather, wait and release."""
+def live_range(*operators: int) -> list[Event]:
+    """A live range of the tile; `operators`: of its fetch, upload, all-gather, wait and release."""
     return [Event(kind, 0, operator) for kind, operator in zip(STEPS, operators, strict=True)]
 
 
 def test_a_stay_is_compared_with_those_alone_that_the_turn_begins():
-    """A weight that is used in many operators has a stay in each, under a budget."""
+    """A weight that is used in many operators has a live range in each, under a budget."""
     count = 200
-    events = [event for operator in range(count) for event in stay(*[operator] * 5)]
+    events = [event for operator in range(count) for event in live_range(*[operator] * 5)]
     for_backward = [Event("fetch", 0, count - 1, for_backward=True)]
     lifetimes = Lifetimes([graph("forward", [*events, *for_backward], count), graph("backward", events, count)])
     begin, asked = LiveRange.begin, []
@@ -39,7 +39,7 @@ def test_a_stay_is_compared_with_those_alone_that_the_turn_begins():
 
 def test_a_tile_that_two_stays_read_is_in_host_memory_once():
     """Forward reads it for backward, and then for itself."""
-    forward = [Event("fetch", 0, 0, for_backward=True), *stay(1, 2, 2, 2, 2)]
-    step = (graph("forward", forward, 4), graph("backward", stay(0, 0, 0, 0, 0), 1))
+    forward = [Event("fetch", 0, 0, for_backward=True), *live_range(1, 2, 2, 2, 2)]
+    step = (graph("forward", forward, 4), graph("backward", live_range(0, 0, 0, 0, 0), 1))
     found = flows(Plan(step, Config(placement="nvme")), step[0])
     assert [(flow.host // KIB, flow.device // KIB) for flow in found[:4]] == [(0, 0), (4, 0), (4, 0), (0, 4)]

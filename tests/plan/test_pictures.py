@@ -49,9 +49,11 @@ def test_each_event_that_takes_time_is_in_its_lane():
     assert count["compute"] == sum(len(graph.operators) for graph in plan.graphs)
     forward, backward = plan.graphs
     uploads = [e for graph in plan.graphs for e in graph.events if e.kind == "upload" and not e.resident]
-    turned = {forward.tiles[e.tile].label for e in forward.events if e.kind == "upload" and e.for_backward}
+    for_backward = {forward.tiles[e.tile].label for e in forward.events if e.kind == "upload" and e.for_backward}
     again = [
-        e for e in backward.events if e.kind == "upload" and e.operator == -1 and backward.tiles[e.tile].label in turned
+        e
+        for e in backward.events
+        if e.kind == "upload" and e.operator == -1 and backward.tiles[e.tile].label in for_backward
     ]
     assert count["upload"] == len(uploads) - len([e for e in again if not e.resident])
     assert max(one.end for one in found) == simulation.seconds

@@ -162,17 +162,17 @@ ONE = Hardware(
     in_node=Link(BLOCK, 0.0),
     between_nodes=Link(BLOCK, 0.0),
 )
-JOURNEY = ("fetch", "upload", "allgather")
+TRANSFERS = ("fetch", "upload", "allgather")
 
 
 def inference(
-    head: tuple[int, ...], starts: dict[int, tuple[int, ...]], tier: str = "nvme", world_size: int = 1
+    prologue: tuple[int, ...], starts: dict[int, tuple[int, ...]], tier: str = "nvme", world_size: int = 1
 ) -> Plan:
-    """Three operators that need a tile each; `head` and `starts` say which tiles' live ranges begin where."""
+    """Three operators that need a tile each; `prologue` and `starts` say which tiles' live ranges begin where."""
     tiles = tuple(Tile(f"w{i}", (BLOCK // 4,), torch.float32, tier, None) for i in range(3))
-    events = [Event(kind, tile, PROLOGUE) for tile in head for kind in JOURNEY]
+    events = [Event(kind, tile, PROLOGUE) for tile in prologue for kind in TRANSFERS]
     for operator in range(3):
-        events += [Event(kind, tile, operator) for tile in starts.get(operator, ()) for kind in JOURNEY]
+        events += [Event(kind, tile, operator) for tile in starts.get(operator, ()) for kind in TRANSFERS]
         events += [Event("wait", operator, operator), Event("release", operator, operator)]
     operators = tuple(Operator(i, "mm", 1) for i in range(3))
     graph = GraphSchedule("inference", tiles, operators, tuple(events))
@@ -252,8 +252,8 @@ def training(gradient_tier: str = "nvme", for_backward: bool = False) -> Plan:
     shards = {"ranks": 2, "shard": BLOCK // 2, "partitioned": True}
     tile = Tile("w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
     operators = (Operator(0, "mm", 1),)
-    there = [Event(kind, 0, PROLOGUE) for kind in JOURNEY]
-    ahead = [Event(kind, 0, 0, for_backward=True) for kind in JOURNEY] if for_backward else []
+    there = [Event(kind, 0, PROLOGUE) for kind in TRANSFERS]
+    ahead = [Event(kind, 0, 0, for_backward=True) for kind in TRANSFERS] if for_backward else []
     forward = (*there, *ahead, Event("wait", 0, 0), Event("release", 0, 0))
     backward = (
         *there,
@@ -323,7 +323,7 @@ def test_a_loop_adds_to_the_gradients_of_the_micro_batches_before():
 
 
 def test_what_gradients_are_added_to_is_read_early_where_there_is_room():
-    """Behind the departure of one, for the next that fits the buffer with it; of one that leaves twice, the second time
+    """Behind the offload of one, for the next that fits the buffer with it; of one that is offloaded twice, again
     behind its write."""
     tiles = tuple(Tile(name, (BLOCK,), torch.bfloat16, "host", "nvme", state_tier="nvme") for name in "ab")
     operators = tuple(Operator(n, "mm", 1) for n in range(3))
@@ -347,7 +347,7 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
     found = []
     for kind in ("forward", "backward"):
-        stages = (*JOURNEY, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
+        stages = (*TRANSFERS, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
         events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
         found.append(GraphSchedule(kind, tiles, operators, events))
     config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": state_tier})

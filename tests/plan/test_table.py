@@ -33,21 +33,21 @@ def tiles(tier: str = "nvme", gradient_tier: str | None = None) -> tuple[Tile, .
 def hand_made(tier: str = "nvme") -> Plan:
     """Two operators each way; distances of 1 everywhere, so that forward starts one tile's three transfers for
     backward."""
-    journey = ("fetch", "upload", "allgather")
+    transfers = ("fetch", "upload", "allgather")
     forward = (
-        *(Event(kind, tile, PROLOGUE) for kind in journey for tile in (0, 1)),
-        *(Event(kind, 2, 0) for kind in journey),
+        *(Event(kind, tile, PROLOGUE) for kind in transfers for tile in (0, 1)),
+        *(Event(kind, 2, 0) for kind in transfers),
         Event("wait", 0, 0),
         Event("wait", 1, 0),
         Event("release", 0, 0),
         Event("release", 1, 0),
-        *(Event(kind, 2, 1, for_backward=True) for kind in journey),
+        *(Event(kind, 2, 1, for_backward=True) for kind in transfers),
         Event("wait", 2, 1),
         Event("release", 2, 1),
     )
     backward = (
-        *(Event(kind, 2, PROLOGUE) for kind in journey),
-        *(Event(kind, 0, 0) for kind in journey),
+        *(Event(kind, 2, PROLOGUE) for kind in transfers),
+        *(Event(kind, 0, 0) for kind in transfers),
         Event("wait", 2, 0),
         Event("release", 2, 0),
         Event("reduce_scatter", 2, 0),
