@@ -50,6 +50,36 @@ class Attending(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value).sum()
 
 
+class Layers(nn.Module):
+    """Layers of attention alone, which backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            query, key, value = layer(x).unsqueeze(1).chunk(3, dim=-1)
+            x = x + nn.functional.scaled_dot_product_attention(query, key, value).squeeze(1)
+        return x.sum()
+
+
+def test_attention_that_backward_repeats_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Forward computes two products per layer, backward five, and those of all layers but the last again."""
+    (kept,), (repeated,) = (
+        plan_model(Layers(), (torch.randn(2, 8, 16),), placement="nvme", activations=activations).plans
+        for activations in ("keep", 1)
+    )
+    of_kept, of_repeated = (
+        sum(operator.flops for graph in plan.graphs for operator in graph.operators) for plan in (kept, repeated)
+    )
+    attention, linear = 2 * 2 * 2 * 8 * 8 * 16, 2 * 2 * 8 * 16 * 48
+    assert of_repeated - of_kept == 2 * (attention + linear)
+    assert "isn't counted" not in caplog.text
+    forward = repeated.graph("forward").operators
+    assert {operator.dtype for operator in forward if operator.flops} == {torch.float32}
+
+
 def test_a_graph_for_any_size_computes_as_much_as_that_for_the_size_at_hand() -> None:
     def work(dynamic: bool) -> Work:
         call, record = compiled(Attending(), dynamic=dynamic)

@@ -56,21 +56,31 @@ def work_of(node: fx.Node) -> Work:
 
 
 def _flops(node: fx.Node) -> int:
-    count = formula_of(node.target)
+    target, arguments = _operation(node)
+    count = formula_of(target)
     if count is None:
-        wrapped = next((arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)), node.target)
-        if seems_a_product(wrapped, len([operand for operand in _operands(node) if operand.ndim > 1])):
-            _warn_of_uncounted(name_of(wrapped), "has no formula")
+        if seems_a_product(target, len([operand for operand in _operands(node) if operand.ndim > 1])):
+            _warn_of_uncounted(name_of(target), "has no formula")
         return 0
     if not all(_has_size(sized) for sized in (node, *node.all_input_nodes)):
-        _warn_of_uncounted(name_of(node.target), "has sizes that are known at run time only")
+        _warn_of_uncounted(name_of(target), "has sizes that are known at run time only")
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(_at_hand, n.meta.get("val")))
+    args, kwargs = fx.map_arg((arguments, node.kwargs), lambda n: tree_map(_at_hand, n.meta.get("val")))
     try:
         return int(count(*args, **kwargs, out_val=tree_map(_at_hand, node.meta.get("val"))))
     except Exception as error:  # which anybody can register, and some have assertions
-        _warn_of_uncounted(name_of(node.target), f"has a formula that raised {type(error).__name__}: {error}")
+        _warn_of_uncounted(name_of(target), f"has a formula that raised {type(error).__name__}: {error}")
         return 0
+
+
+def _operation(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator that a node runs, and what that takes. Attention that backward repeats, for one, is run by an
+    operator that saves the state of the random numbers, or sets it: it is among the arguments of that, before its own.
+    """
+    position = next((n for n, arg in enumerate(node.args) if isinstance(arg, torch._ops.OpOverload)), None)
+    if position is None:
+        return node.target, node.args
+    return node.args[position], node.args[position + 1 :]
 
 
 @cache
@@ -118,9 +128,9 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Yield each tensor that a node takes, as often as it takes it."""
+    """Yield each tensor that the operator of a node takes, as often as it takes it."""
     sources: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), sources.append)
+    fx.map_arg((_operation(node)[1], node.kwargs), sources.append)
     return (operand for source in sources for operand in _tensors(source))
 
 
