@@ -120,8 +120,8 @@ NAMES: dict[str, str] = {
     "torch._dynamo.exc.BackendCompilerFailed": "explain.py unwraps it; frontend/refusal.py carries errors as one",
     "torch._dynamo.exc.BackendCompilerFailed.remove_dynamo_frames": "frontend/refusal.py says what is raised",
     "torch.Tensor._make_wrapper_subclass": "runtime/tensor/stored_tensor.py is such a subclass",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "estimate/workload.py runs a model without values",
-    "torch.UntypedStorage._cdata": "estimate/workload.py counts what shares memory once; frontend/offload.py",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "runtime/execute/inductor.py compiles regions without values",
+    "torch.UntypedStorage._cdata": "frontend/offload.py and graph_inputs.py find what shares memory",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE": "passes/activations/keep.py tags with it",
     "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE": "passes/lowering/recompute_gathers.py tags with it",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,12 +179,6 @@ def formula_of(target: object) -> Formula | None:
     return flop_registry.get(packet) or _of_shapes(_FORMULAS.get(name_of(target)))
 
 
-def formulas_besides() -> dict[object, Formula]:
-    """Give the formulas here as `torch.utils.flop_counter.FlopCounterMode` takes them: by operators that there are."""
-    packets = {packet: formula for name, formula in _FORMULAS.items() for packet in _packets(name)}
-    return {packet: formula for packet, formula in packets.items() if packet not in flop_registry}
-
-
 def name_of(target: object) -> str:
     """Give an operator's name, such as `aten::mm`; that of a higher-order one has no namespace."""
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
@@ -210,10 +204,3 @@ def _of_shapes(formula: Formula | None) -> Formula | None:
         return formula(*args, out_shape=out_shape, **kwargs)
 
     return count
-
-
-def _packets(name: str) -> Iterator[object]:
-    namespace, _, operator = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), operator, None)
-    if packet is not None:
-        yield packet

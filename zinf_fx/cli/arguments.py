@@ -207,14 +207,12 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
         "estimate",
         "[OPTION ...] [TARGET]",
         "what training a model takes: memory, bandwidth, time, wear",
-        "Estimates training with Adam from the formulas of the ZeRO and ZeRO-Infinity papers: the memory "
-        "of each state, which placement is the first to fit, the bandwidth that an efficiency takes, the time of a "
-        "step, what checkpoints on disk cost, and how fast the disks wear. The model is a TARGET, or a Transformer of "
-        "given dimensions.",
+        "Plans training with Adam for each placement, and simulates a step: the memory of each state, which placement "
+        "is the first to fit, the bandwidth that an efficiency takes, the time of a step, what checkpoints on disk "
+        "cost, and how fast the disks wear. The model is a TARGET, or a Transformer of given dimensions.",
         "--layers 80 --hidden 8192 --heads 64 --batch 1 --sequence 2048 --nodes 4",
         "--layers 80 --hidden 8192 --heads 64 --batch 1 --sequence 2048 --lora 16 --frozen nf4 --hardware rtx-4090",
         "examples/gpt.py:gpt_303m --hardware this-machine",
-        "--reproduce",
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=TARGET_HELP + "; the inputs are one device's")
     model = parser.add_argument_group("a Transformer")
@@ -262,9 +260,6 @@ def _estimate(commands: argparse._SubParsersAction) -> None:
         help="shares of the peak to give the needed bandwidths for (default: 0.5 0.9)",
     )
     _add_saving(parser)
-    parser.add_argument(
-        "--reproduce", action="store_true", help="print the papers' tables beside the formulas' figures"
-    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
 
 

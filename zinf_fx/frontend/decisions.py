@@ -119,14 +119,14 @@ class Divisions:
             hold_sizes(self._inputs)
 
     def planned(
-        self, placement: Placement | PlacementRules | None = None, hardware: Hardware | None = None
+        self, placement: Placement | PlacementRules | None = None, hardware: Hardware | None = None, **options: object
     ) -> PlannedGraph:
         """The graph, planned as if its parameters lived where `placement` says, if that is given.
 
-        `hardware`: to decide for; default this machine, at nominal rates. Raises: BudgetError when nothing fits;
-        ConfigError where the graph can't be divided.
+        `hardware`: to decide for; default this machine, at nominal rates. `options`: of planning, in the place of the
+        graph's own. Raises: BudgetError when nothing fits; ConfigError where the graph can't be divided.
         """
-        asked = {} if placement is None else {"placement": placement}
+        asked = options if placement is None else {**options, "placement": placement}
         if not self.decides:
             (count,) = self._options
             capture = self._captured(count)

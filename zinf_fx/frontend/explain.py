@@ -188,8 +188,6 @@ def plan_model(
     """
     check_model(model, "explain")
     # The compiler takes seconds to import.
-    from torch._dynamo.exc import BackendCompilerFailed
-
     from zinf_fx.frontend.decisions import decided_for
 
     model = getattr(model, "_orig_mod", model)
@@ -217,32 +215,17 @@ def plan_model(
         rates = Rates.of(hardware, _dtype_of_most(model, hardware), tier)
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
-    planner = _Planner(Config.of(in_force, {"placement": "nvme"}) if decides else in_force, rates, groups)
-    twin = _twin_of(model, planner.config)
-    for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
-        gradient = stored.storage.gradient
-        gradient.state_dtype = form or gradient.state_dtype
-        gradient.master_dtype = (master if stored.dtype == torch.bfloat16 else None) or gradient.master_dtype
-    inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
-    arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    placed = Config.of(in_force, {"placement": "nvme"}) if decides else in_force
     with no_search_for_cycles():
-        try:
-            planner.compiled_call()(twin, *arguments)
-        except BackendCompilerFailed as failure:
-            raise failure.inner_exception from None
-        except StoredTensorError as error:
-            raise PlanError(
-                "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
-                "(TORCH_LOGS=graph_breaks,recompiles shows where)"
-            ) from error
+        graphs = captured_graphs(model, example_inputs, placed, groups, rates, form, master)
         decision = None
         if decides:
             parameters = [parameter for parameter in model.parameters() if not stays(parameter)]
             named = by_plain_name(model, model.named_parameters())
             tables = kept_in_their_format(in_force, named, tables_of(model.modules()))
-            decision, planned = decided_for(planner.graphs, parameters, in_force, groups, hardware, tables)
+            decision, planned = decided_for(graphs, parameters, in_force, groups, hardware, tables)
         else:
-            planned = [graph.planned(hardware=hardware) for graph in planner.graphs]
+            planned = [graph.planned(hardware=hardware) for graph in graphs]
     planned = [one for one in planned if one.moves]
     divisions = [one.division for one in planned if one.division is not None]
     return Planning(
@@ -251,6 +234,40 @@ def plan_model(
         divisions,
         list(_timed(planned)) if timed else [],
     )
+
+
+def captured_graphs(
+    model: torch.nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    config: Config,
+    groups: Groups,
+    rates: Rates | None = None,
+    state_dtype: StateForm | None = None,
+    master_dtype: MasterForm | None = None,
+) -> list[Divisions]:
+    """The graphs of `model(*example_inputs)`, each of which can be planned with any placement that partitions states
+    over the same groups of ranks as that of `config` does. Arguments and errors are those of `plan_model`."""
+    # The compiler takes seconds to import.
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    planner = _Planner(config, rates, groups)
+    twin = _twin_of(model, config)
+    for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
+        gradient = stored.storage.gradient
+        gradient.state_dtype = state_dtype or gradient.state_dtype
+        gradient.master_dtype = (master_dtype if stored.dtype == torch.bfloat16 else None) or gradient.master_dtype
+    inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)
+    arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    try:
+        planner.compiled_call()(twin, *arguments)
+    except BackendCompilerFailed as failure:
+        raise failure.inner_exception from None
+    except StoredTensorError as error:
+        raise PlanError(
+            "the model can't be planned without values: code that Dynamo doesn't capture uses a parameter "
+            "(TORCH_LOGS=graph_breaks,recompiles shows where)"
+        ) from error
+    return planner.graphs
 
 
 def _dtype_of_most(model: torch.nn.Module, hardware: Hardware) -> str:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import sympy
 
-from zinf_fx.analysis import efficiency, memory
-from zinf_fx.analysis import symbols as s
-from zinf_fx.analysis.memory import INFINITY_STATES, StateBytes
-from zinf_fx.analysis.papers.comparison import Cell, Comparison
-from zinf_fx.analysis.symbols import evaluate
+from papers import formulas as f
+from papers.comparison import Cell, Comparison
+from papers.formulas import INFINITY_STATES, StateBytes, evaluate
 
 _K = 1024  # "K for 1024" (table 1)
 _GIB, _TIB = 2**30, 2**40  # figure 2a's GB and TB; its parameters are in decimal trillions
@@ -49,15 +47,15 @@ def figure_2a() -> Comparison:
     """Memory for massive models."""
     rows = []
     for (layers, hidden, heads), printed in _FIGURE_2A:
-        values = {s.layers: layers, s.hidden: hidden * _K, s.heads: heads, s.sequence: _SEQUENCE, s.interval: 1}
-        parameters = evaluate(memory.transformer_parameters, values)
+        values = {f.layers: layers, f.hidden: hidden * _K, f.heads: heads, f.sequence: _SEQUENCE, f.interval: 1}
+        parameters = evaluate(f.transformer_parameters, values)
         ours = (
             parameters / 1e12,
-            evaluate(memory.model_states, {**INFINITY_STATES.values, s.parameters: parameters}) / _TIB,
-            evaluate(memory.all_activations, {**values, s.batch: _PER_NODE_ACTIVATIONS}) / _TIB,
-            evaluate(memory.activation_checkpoints, {**values, s.batch: _PER_NODE_CHECKPOINTS}) / _TIB,
-            evaluate(memory.model_state_working_memory, values) / _GIB,
-            evaluate(memory.activation_working_memory, {**values, s.batch: _PER_DEVICE}) / _GIB,
+            evaluate(f.model_states, {**INFINITY_STATES.values, f.parameters: parameters}) / _TIB,
+            evaluate(f.all_activations, {**values, f.batch: _PER_NODE_ACTIVATIONS}) / _TIB,
+            evaluate(f.activation_checkpoints, {**values, f.batch: _PER_NODE_CHECKPOINTS}) / _TIB,
+            evaluate(f.model_state_working_memory, values) / _GIB,
+            evaluate(f.activation_working_memory, {**values, f.batch: _PER_DEVICE}) / _GIB,
         )
         why = {4: _MSWM_OF_10K} if hidden == 10 else {}
         cells = tuple(Cell(p, o, why=why.get(i)) for i, (p, o) in enumerate(zip(printed, ours, strict=True)))
@@ -71,8 +69,8 @@ def figure_2a() -> Comparison:
 
 def _efficiency(intensity: sympy.Expr, bandwidth: float, values: Mapping[sympy.Symbol, float]) -> float:
     """Equation 2 at the paper's peak."""
-    ait = evaluate(intensity.subs(INFINITY_STATES.values), {s.sequence: _SEQUENCE, s.interval: 1, **values})
-    return evaluate(efficiency.efficiency, {s.intensity: ait, s.bandwidth: bandwidth, s.peak: PEAK})
+    ait = evaluate(intensity.subs(INFINITY_STATES.values), {f.sequence: _SEQUENCE, f.interval: 1, **values})
+    return evaluate(f.reached_efficiency, {f.intensity: ait, f.bandwidth: bandwidth, f.peak: PEAK})
 
 
 def _needed(
@@ -84,18 +82,18 @@ def _needed(
     states: StateBytes = INFINITY_STATES,
 ) -> float:
     """Bytes per second for a wanted efficiency: equation 2, solved for the bandwidth."""
-    ait = evaluate(intensity.subs(states.values), {s.sequence: _SEQUENCE, s.interval: 1, **values})
-    return evaluate(efficiency.needed_bandwidth, {s.intensity: ait, s.efficiency: wanted, s.peak: peak})
+    ait = evaluate(intensity.subs(states.values), {f.sequence: _SEQUENCE, f.interval: 1, **values})
+    return evaluate(f.needed_bandwidth, {f.intensity: ait, f.efficiency: wanted, f.peak: peak})
 
 
-_STATES = efficiency.intensity_of_parameters_and_gradients
-_OPTIMIZER = efficiency.intensity_of_optimizer_states
-_CHECKPOINTS = efficiency.intensity_of_activation_checkpoints
+_STATES = f.intensity_of_parameters_and_gradients
+_OPTIMIZER = f.intensity_of_optimizer_states
+_CHECKPOINTS = f.intensity_of_activation_checkpoints
 
 
 def _for_optimizer(states: StateBytes = INFINITY_STATES) -> float:
     """Bytes per second for 90 % with respect to optimizer states at batch 2 (section 4.2)."""
-    return _needed(_OPTIMIZER, 0.9, {s.batch: 2}, states=states)
+    return _needed(_OPTIMIZER, 0.9, {f.batch: 2}, states=states)
 
 
 def _from_20_bytes() -> str:
@@ -108,7 +106,7 @@ def _from_20_bytes() -> str:
 
 def figure_3() -> Comparison:
     """What the text reads off figure 3 (sections 4.2 and 5.2.3): efficiencies in %, bandwidths in TB/s or GB/s."""
-    one, of_2k, of_8k = {s.batch: 1}, {s.hidden: 2 * _K}, {s.hidden: 8 * _K}
+    one, of_2k, of_8k = {f.batch: 1}, {f.hidden: 2 * _K}, {f.hidden: 8 * _K}
     four_times = _needed(_OPTIMIZER, 0.5, one) / _needed(_STATES, 0.5, one)
     cells = {
         "3a: % with 70 GB/s for parameters, gradients, batch 1": Cell("50", 100 * _efficiency(_STATES, 70e9, one), ">"),
@@ -141,8 +139,8 @@ def table_3() -> Comparison:
     link_why = "rounded to 70 GB/s per V100, as in section 4.2"
     rows = []
     for times, (per_device, total, link) in _TABLE_3.items():
-        slow = _needed(_OPTIMIZER, 0.9, {s.batch: 2}, peak=times * PEAK)
-        between = _needed(_STATES, 0.5, {s.batch: 1}, peak=times * PEAK)
+        slow = _needed(_OPTIMIZER, 0.9, {f.batch: 2}, peak=times * PEAK)
+        between = _needed(_STATES, 0.5, {f.batch: 1}, peak=times * PEAK)
         cells = (
             Cell(per_device, slow / _DEVICES / _GB, why=slow_why),
             Cell(total, slow / _TB, why=slow_why),
@@ -181,7 +179,7 @@ _MODELS = (
 
 def _degradations(run: _Model) -> tuple[float, float, float]:
     """1 - efficiency with respect to each state. All 512 devices' NVMe moves the optimizer states together."""
-    values = {s.batch: run.batch, s.hidden: run.hidden * _K}
+    values = {f.batch: run.batch, f.hidden: run.hidden * _K}
     return (
         1 - _efficiency(_STATES, _LINK, values),
         1 - _efficiency(_OPTIMIZER, _DEVICES * _NVME, values),

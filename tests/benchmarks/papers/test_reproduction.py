@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from zinf_fx.analysis.papers import Comparison, comparisons
-from zinf_fx.analysis.papers.comparison import Cell
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+from papers import Comparison, comparisons
+from papers.comparison import Cell, comparison_text
+
+PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks" / "papers"
 TABLES = {comparison.title.partition(":")[0]: comparison for comparison in comparisons()}
 
 
@@ -126,6 +133,23 @@ def test_table_4_minima_agree_and_maxima_are_of_rounded_efficiencies():
     assert round(rounded["10T"], 2) == float(most["10T"].printed)
     assert {name: round(value, 2) for name, value in rounded.items()} == {"5T": 63.88, "10T": 52.22, "20T": 34.48}
     assert all(abs(cell.difference) < 0.01 for cell in most.values())
+
+
+# How figures are shown
+
+
+def test_golden_of_the_tables(golden):
+    text = "\n".join(map(comparison_text, comparisons()))
+    assert all(len(line) <= 80 for line in text.splitlines()), "wider than 80 columns"
+    golden("papers.txt", text)
+
+
+def test_the_program_prints_them():
+    done = subprocess.run([sys.executable, PROGRAM, "--json"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (figure,) = [table for table in json.loads(done.stdout) if "figure 2a" in table["title"]]
+    name, cells = figure["rows"][0]
+    assert name == "80 x 10K" and cells[4]["printed"] == "1.95" and cells[4]["ours"] == 1.5625 and cells[4]["why"]
 
 
 # How figures are compared

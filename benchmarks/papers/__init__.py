@@ -1,9 +1,9 @@
-"""The papers' printed figures beside what the formulas give."""
+"""The papers' printed figures beside what their formulas give."""
 
 from __future__ import annotations
 
-from zinf_fx.analysis.papers import zero, zero_infinity
-from zinf_fx.analysis.papers.comparison import Comparison
+from papers import zero, zero_infinity
+from papers.comparison import Comparison
 
 
 def comparisons() -> list[Comparison]:
@@ -11,6 +11,3 @@ def comparisons() -> list[Comparison]:
     of_zero = [*map(zero.table_1, zero.MODELS), zero.table_2(), zero.volumes(), zero.activations()]
     figures = [zero_infinity.figure_2a(), zero_infinity.figure_3(), zero_infinity.table_3()]
     return [*of_zero, *figures, zero_infinity.degradations(), zero_infinity.table_4()]
-
-
-__all__ = ["Comparison", "comparisons"]

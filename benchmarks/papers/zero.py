@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from zinf_fx.analysis import communication, memory
-from zinf_fx.analysis import symbols as s
-from zinf_fx.analysis.memory import ZERO_STATES
-from zinf_fx.analysis.papers.comparison import Cell, Comparison
-from zinf_fx.analysis.partitioning import PARTITIONED, largest_model, per_device
-from zinf_fx.analysis.symbols import evaluate
+from papers import formulas as f
+from papers.comparison import Cell, Comparison
+from papers.formulas import PARTITIONED, ZERO_STATES, evaluate, largest_model, per_device
 
 _GB = 1e9
 _STAGES = ("zero-1", "zero-2", "zero-3")
@@ -45,7 +42,7 @@ def table_1(model: str) -> Comparison:
     """Model states per device (section 5.4), of one of the table's models."""
     rows, first = [], len(_STAGES) * list(MODELS).index(model)
     for ranks, *printed in map(str.split, _TABLE_1.strip().splitlines()):
-        values = {**ZERO_STATES.values, s.parameters: MODELS[model], s.ranks: int(ranks)}
+        values = {**ZERO_STATES.values, f.parameters: MODELS[model], f.ranks: int(ranks)}
         ours = [evaluate(per_device(PARTITIONED[stage]), values) / _GB for stage in _STAGES]
         rows.append((ranks, tuple(map(_cut, printed[first : first + len(_STAGES)], ours))))
     title = f"ZeRO, table 1, {model}: GB of model states per device, by degree of data parallelism"
@@ -64,7 +61,7 @@ def table_2() -> Comparison:
     for tensor_ranks, printed in _TABLE_2.items():
         cells = []
         for stage, text in zip(stages, printed, strict=True):
-            values = {s.device_memory: _V100, s.ranks: _TABLE_2_RANKS, s.tensor_ranks: tensor_ranks}
+            values = {f.device_memory: _V100, f.ranks: _TABLE_2_RANKS, f.tensor_ranks: tensor_ranks}
             largest = evaluate(largest_model(PARTITIONED[stage]), {**ZERO_STATES.values, **values})
             cell = Cell(text[:-1], largest / _PARAMETERS[text[-1]])
             cells.append(cell if cell.agrees else replace(cell, why=_MULTIPLIED))
@@ -80,13 +77,13 @@ def volumes() -> Comparison:
     """What sections 7 and 8 derive."""
 
     def per_parameter(stage: str) -> float:
-        volume = communication.for_many_ranks(communication.data_parallel_volume(PARTITIONED[stage]))
-        return evaluate(volume / s.parameters, {})
+        volume = f.for_many_ranks(f.data_parallel_volume(PARTITIONED[stage]))
+        return evaluate(volume / f.parameters, {})
 
-    message = s.batch * s.sequence * s.hidden * s.layers
-    model_parallel = communication.for_many_ranks(communication.model_parallel_volume)
-    added = communication.for_many_ranks(communication.partitioned_checkpoints_volume)
-    offloaded = communication.offloaded_checkpoints_volume * s.tensor_ranks
+    message = f.batch * f.sequence * f.hidden * f.layers
+    model_parallel = f.for_many_ranks(f.model_parallel_volume)
+    added = f.for_many_ranks(f.partitioned_checkpoints_volume)
+    offloaded = f.offloaded_checkpoints_volume * f.tensor_ranks
     cells = {
         "data parallelism / Ψ (7.1)": Cell("2", per_parameter("dp")),
         "Pos / Ψ (7)": Cell("2", per_parameter("zero-1")),
@@ -104,9 +101,9 @@ def volumes() -> Comparison:
 def activations() -> Comparison:
     """Activation memory that the text states, in GB."""
     # 100B parameters are 125 layers of 8192 (table 5); batch 32, sequence 1024 and 16-way model parallelism (6.1).
-    large = {s.layers: 125, s.hidden: 8192, s.batch: 32, s.sequence: 1024, s.interval: 1, s.tensor_ranks: 16}
-    whole = evaluate(memory.activation_checkpoints, large)
-    partitioned = evaluate(memory.partitioned_checkpoints, large)
+    large = {f.layers: 125, f.hidden: 8192, f.batch: 32, f.sequence: 1024, f.interval: 1, f.tensor_ranks: 16}
+    whole = evaluate(f.activation_checkpoints, large)
+    partitioned = evaluate(f.partitioned_checkpoints, large)
     halved = (
         "the paper's is half of that: the number of elements, as if each took one byte. 67 GB is 62.5 GiB, section "
         "3.2's 60 GB"
