@@ -368,7 +368,7 @@ def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_counts_that_are_copied_for_the_update_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where they were loaded to the device, and the CPU updates."""
-    monkeypatch.setattr("zinf_fx.optim.slices.moved", lambda value, place: value.clone())
+    monkeypatch.setattr("zinf_fx.optim.chunks.moved", lambda value, place: value.clone())
     plain, model = twins(tmp_path)
     theirs, ours = optimizers(plain, model)
     call = torch.compile(model, backend="zinf")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 
 from zinf_fx.optim.chunk_queue import ChunkQueue
+from zinf_fx.optim.chunks import OpenChunk
 from zinf_fx.optim.partial_step import Progress
-from zinf_fx.optim.slices import OpenChunk
 
 
 class Watched(deque):
@@ -51,7 +51,7 @@ def test_a_chunk_that_is_opened_while_somebody_looks_is_seen() -> None:
 
 def test_a_chunk_with_all_gradients_waits_for_no_room() -> None:
     queue = queue_of()
-    queue._opened.append(OpenChunk(None, ()))
+    queue._opened.append(OpenChunk(SimpleNamespace(slices=())))
     queue.memory.tiers.append(None)  # which would be asked for it
     assert queue.ready
 

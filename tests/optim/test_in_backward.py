@@ -17,8 +17,8 @@ from runtime.late_device import install
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoredTensorError, StoreError
+from zinf_fx.optim.chunks import ChunkUpdate
 from zinf_fx.optim.streamed import GRADIENT_BUFFER
-from zinf_fx.optim.update import ChunkUpdate
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

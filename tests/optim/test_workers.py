@@ -18,10 +18,8 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim import chunk_queue
+from zinf_fx.optim import chunk_queue, chunks
 from zinf_fx.optim import threads as workers
-from zinf_fx.optim import update as chunk_update
-from zinf_fx.optim.slices import Begun, OpenPiece
 from zinf_fx.optim.threads import at_the_same_time, lanes_for, serves
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.memory.device import Device
@@ -99,7 +97,7 @@ def test_training_is_that_of_one_thread(
         return at_the_same_time(work, those, several)
 
     monkeypatch.setattr(workers, "_served", lambda *given: used.add(threading.get_ident()) or served(*given))
-    monkeypatch.setattr(chunk_update, "at_the_same_time", update)
+    monkeypatch.setattr(chunks, "at_the_same_time", update)
     together = trained(tmp_path / f"together-{form}", placement, FORMS[form])
     assert used and threading.get_ident() not in used and max(lanes) == THREADS
     assert all(map(torch.equal, alone, together))
@@ -111,13 +109,13 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
     zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=None)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, overlap=False)
     tiers = model.weight.storage.tiers
-    begin, calls = OpenPiece.begin, []
+    update, calls = chunks.update_elements, []
 
-    def fails(self: OpenPiece, *given: object) -> Begun:
+    def fails(*given: object) -> bool:
         calls.append(threading.get_ident())
         if len(calls) == 3:
             raise RuntimeError("no more")
-        return begin(self, *given)
+        return update(*given)
 
     def step() -> None:
         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -127,7 +125,7 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
     step()
     tiers.drain()
     leased = tiers.host.in_use
-    monkeypatch.setattr(OpenPiece, "begin", fails)
+    monkeypatch.setattr(chunks, "update_elements", fails)
     with pytest.raises(RuntimeError, match="no more"):
         step()
     assert threading.get_ident() not in calls
@@ -313,8 +311,8 @@ def test_classes_of_others_run_in_one_thread(tmp_path: Path, monkeypatch: pytest
     model = nn.Linear(64, 512)
     zinf_fx.offload(model, store=tmp_path, placement="host", pack=None)
     optimizer = AdamOfSomebodyElse(model.parameters())
-    begin, used = OpenPiece.begin, set()
-    monkeypatch.setattr(OpenPiece, "begin", lambda *given: used.add(threading.get_ident()) or begin(*given))
+    update, used = chunks.update_elements, set()
+    monkeypatch.setattr(chunks, "update_elements", lambda *given: used.add(threading.get_ident()) or update(*given))
     model(torch.ones(4, 64)).square().mean().backward()
     optimizer.step()
     assert used == {threading.get_ident()}

@@ -1,13 +1,14 @@
-"""Cutting covers every element once within the bound."""
+"""Members are cut into chunks: every element once, within the bound."""
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_fx.plan.chunks import cut
+from zinf_fx.plan.chunks import Member, charged, cut
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
 PARTS = st.lists(st.tuples(st.integers(0, 9_000), st.integers(0, 40_000)), min_size=1, max_size=3)
@@ -16,27 +17,51 @@ PARTS = st.lists(st.tuples(st.integers(0, 9_000), st.integers(0, 40_000)), min_s
 @given(st.lists(PARTS, max_size=12), st.integers(1, 4))
 def test_cut_covers_every_element_once(shares: list[list[tuple[int, int]]], blocks: int):
     elements = blocks * WINDOW_ALIGNMENT
-    parameters = [
-        (number, [range(50_000 * part + first, 50_000 * part + first + size) for part, (first, size) in enumerate(of)])
-        for number, of in enumerate(shares)
+    members = [
+        Member([range(50_000 * part + first, 50_000 * part + first + size) for part, (first, size) in enumerate(of)])
+        for of in shares
     ]
-    expected = deque((number, part.start) for number, updated in parameters for part in updated)
-    for chunk in cut(parameters, elements):
-        assert 0 < sum(max(-(-piece.count // WINDOW_ALIGNMENT), 1) for piece in chunk) <= blocks
-        for piece in chunk:
-            *others, last = dict(parameters)[piece.owner]
-            assert (piece.owner, piece.start) == expected.popleft()
-            part = next(one for one in [last, *reversed(others)] if piece.start >= one.start)
-            assert (piece.start - part.start) % WINDOW_ALIGNMENT == 0
-            ends = piece.start + piece.count == part.stop
-            assert piece.last == (ends and part is last)
+    expected = deque((number, part.start) for number, member in enumerate(members) for part in member.parts)
+    for chunk in cut(members, elements):
+        assert 0 < sum(charged(len(one.elements[0])) for one in chunk) <= elements
+        for one in chunk:
+            number, (some,) = one.members.start, one.elements
+            assert one.members == range(number, number + 1)
+            *others, last = members[number].parts
+            assert (number, some.start) == expected.popleft()
+            part = next(part for part in [last, *reversed(others)] if some.start >= part.start)
+            assert (some.start - part.start) % WINDOW_ALIGNMENT == 0
+            ends = some.stop == part.stop
+            assert one.is_last == (ends and part is last)
             if not ends:
-                assert piece.count % WINDOW_ALIGNMENT == 0 and piece.count > 0
-                expected.appendleft((piece.owner, piece.start + piece.count))
+                assert len(some) % WINDOW_ALIGNMENT == 0 and len(some) > 0
+                expected.appendleft((number, some.stop))
     assert not expected
 
 
-def test_cut_packs_small_parameters_with_pieces_of_large_ones():
-    parameters = [("small", [range(10)]), ("large", [range(3 * WINDOW_ALIGNMENT + 5)]), ("last", [range(10)])]
-    chunks = [[(p.start, p.count) for p in chunk] for chunk in cut(parameters, 2 * WINDOW_ALIGNMENT)]
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=20), st.integers(1, 4))
+def test_members_that_follow_each_other_are_one_slice(sizes: list[tuple[int, bool]], blocks: int):
+    elements, together = blocks * WINDOW_ALIGNMENT, 8_000
+    members = [Member([range(size)], follows) for size, follows in sizes]
+    chunks = list(cut(members, elements, together))
+    assert all(sum(charged(len(part)) for one in chunk for part in one.elements) <= elements for chunk in chunks)
+    slices = [one for chunk in chunks for one in chunk]
+    runs = [one for one in slices if len(one.members) > 1]
+    for run in runs:
+        assert run.is_last and run.elements == tuple(members[number].parts[0] for number in run.members)
+        assert all(members[number].follows for number in run.members[1:])
+        assert all(sizes[number][0] <= together for number in run.members)
+    assert [number for one in slices if one.is_last for number in one.members] == list(range(len(members)))
+    for one, other in pairwise(slices):
+        counts = [charged(sizes[number][0]) for number in (*one.members, *other.members)]
+        fits = sum(counts) <= elements and max(sizes[n][0] for n in (*one.members, *other.members)) <= together
+        if one.members != other.members and len(other.members) == 1 and fits:
+            assert not members[other.members.start].follows
+
+
+def test_small_members_share_a_chunk_with_slices_of_large_ones():
+    members = [Member([range(10)]), Member([range(3 * WINDOW_ALIGNMENT + 5)]), Member([range(10)])]
+    chunks = [
+        [(one.elements[0].start, len(one.elements[0])) for one in chunk] for chunk in cut(members, 2 * WINDOW_ALIGNMENT)
+    ]
     assert chunks == [[(0, 10), (0, 4096)], [(4096, 8192)], [(12288, 5), (0, 10)]]

@@ -164,7 +164,10 @@ def show(entry: State, scalars: State) -> None:
     """Have a state show what isn't stored, as torch does: tensors in place, so that a batch comes again."""
     for name, value in scalars.items():
         shown = entry.get(name)
-        if isinstance(shown, torch.Tensor) and (shown.shape, shown.dtype) == (value.shape, value.dtype):
+        if shown is value:
+            continue
+        kinds = [(one.shape, one.dtype, one.device) for one in (shown, value) if isinstance(one, torch.Tensor)]
+        if len(kinds) == 2 and kinds[0] == kinds[1]:
             shown.copy_(value)
         else:
             entry[name] = value

@@ -14,20 +14,19 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 
 import torch
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back
-from zinf_fx.optim.chunks import chunk_elements, in_turn
+from zinf_fx.optim.chunks import Chunk, OpenChunk, chunk_elements, in_turn
 from zinf_fx.optim.partial_step import Progress
-from zinf_fx.optim.slices import OpenChunk, Recipe
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import lanes_for
-from zinf_fx.optim.update_batch import Bytes, Chunk, UpdateBatch
-from zinf_fx.plan.chunks import AT_A_TIME, Piece, part_of
+from zinf_fx.optim.update_batch import Bytes, UpdateBatch
+from zinf_fx.plan.chunks import AT_A_TIME, part_of
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.recorder import RECORDER, STATES
@@ -65,15 +64,15 @@ class ChunkMemory:
         self._chunk_written = self.elements * each.written
         self._chunk_bytes = self.elements * each.opened
 
-    def open(self, recipe: Recipe, pieces: Sequence[Piece[ParameterStates]]) -> OpenChunk:
+    def open(self, chunk: Chunk) -> OpenChunk:
         """Open the next chunk, but for its gradients."""
-        converts = not recipe.whole and any(piece.owner.scratch_rows for piece in pieces)
-        if converts and recipe.place not in self._scratch:
-            self._scratch[recipe.place] = self._allocate_scratch(recipe.place)
+        place = chunk.kind.place
+        if chunk.converts and place not in self._scratch:
+            self._scratch[place] = self._allocate_scratch(place)
         with in_turn(self.tiers, self._next_part):
-            chunk = OpenChunk(recipe, pieces, self.opened)
+            opened = OpenChunk(chunk, self.opened)
         self.opened += 1
-        return chunk
+        return opened
 
     def open_gradients(self, chunk: OpenChunk) -> None:
         """Open the gradients of a chunk, as far as an interrupt left that to be done."""
@@ -205,7 +204,7 @@ class StatesAhead:
             self._opens = True
             with torch.inference_mode(False), torch.no_grad(), RECORDER.within(self._purpose):
                 if memory.has_room:
-                    self._opened.append(memory.open(*self._chunks[number]))
+                    self._opened.append(memory.open(self._chunks[number]))
         except StoreError:  # the step will find out
             self._leave()
             self._give_back()
@@ -350,15 +349,15 @@ class ChunkQueue:
         for chunk in self._opened:
             self.memory.open_gradients(chunk)
         while self._unopened and len(self._opened) < self.memory.count - 1 and self.memory.has_room:
-            recipe, pieces = self._unopened[0]
-            if recipe.whole and self._opened and pieces[0].count > self.memory.elements:
+            chunk = self._unopened[0]
+            if chunk.kind.whole and self._opened and len(chunk.slices[0].elements[0]) > self.memory.elements:
                 break  # what is larger than a chunk comes alone
             self._open_next()
 
     def _open_next(self) -> None:
         """Open a chunk, once there is room for it."""
         self.memory.wait_for_room()
-        chunk = self.memory.open(*self._unopened[0])
+        chunk = self.memory.open(self._unopened[0])
         self._opened.append(chunk)
         self._unopened.popleft()
         self.memory.open_gradients(chunk)

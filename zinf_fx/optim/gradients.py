@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from types import NotImplementedType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from zinf_fx.interrupts import sealed
-from zinf_fx.optim.chunks import chunk_elements, in_turn, opened_ahead
+from zinf_fx.optim.chunks import chunk_elements, in_turn
 from zinf_fx.optim.elements import OpenWindows, current_chunks, open_elements, open_window
-from zinf_fx.plan.chunks import Piece, cut, part_of
+from zinf_fx.plan.chunks import ChunkSlice, Member, cut, part_of
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.operations import handle
@@ -24,15 +25,44 @@ from zinf_fx.runtime.tensor.tensor_parallel import tensor_ranks
 from zinf_fx.runtime.tensor.tiers import drain_after
 
 
+class Opened(Protocol):
+    """A chunk whose windows are open."""
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C")
+
+O = TypeVar("O", bound=Opened)  # noqa: E741
+
+
+def opened_ahead(chunks: Iterable[C], open_chunk: Callable[[C], O], ahead: int = 1) -> Iterator[O]:
+    """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
+
+    What was opened and not handed out is closed when the iteration ends early.
+    """
+    waiting: deque[O] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(open_chunk(chunk))
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        for opened in waiting:
+            opened.close()
+
+
 class OpenPieces(OpenWindows):
     """Pieces of stored tensors with their windows open: wait for them, change them, `store`, `close`."""
 
-    def __init__(self, pieces: Iterable[Piece[StoredTensor]], place: Device) -> None:
+    def __init__(self, pieces: Iterable[tuple[StoredTensor, range]], place: Device) -> None:
         """`place`: what computes."""
         super().__init__()
         try:
-            for piece in pieces:
-                self._keep(open_window(piece.owner.storage, place, piece.start, piece.count))
+            for tensor, elements in pieces:
+                self._keep(open_window(tensor.storage, place, elements.start, len(elements)))
         except BaseException:
             self.close()
             raise
@@ -66,14 +96,14 @@ def update_in_chunks(
     # At the end of the room, whose beginning may have what is read for the step.
     behind = max(min(each.chunk_room for each in tiers) - CHUNKS * nbytes, 0)
 
-    def open_pieces(numbered: tuple[int, tuple[Piece[StoredTensor], ...]]) -> OpenPieces:
-        number, pieces = numbered
+    def open_pieces(numbered: tuple[int, tuple[ChunkSlice, ...]]) -> OpenPieces:
+        number, slices = numbered
         with in_turn(tiers, part_of(number, nbytes, behind)):
-            return OpenPieces(pieces, place)
+            return OpenPieces([(tensors[one.members.start], one.elements[0]) for one in slices], place)
 
     try:
-        shares = [(tensor, tensor.storage.share.current) for tensor in tensors]
-        with closing(opened_ahead(enumerate(cut(shares, elements)), open_pieces)) as opened:
+        members = [Member(tensor.storage.share.current) for tensor in tensors]
+        with closing(opened_ahead(enumerate(cut(members, elements)), open_pieces)) as opened:
             for chunk in opened:
                 with closing(chunk):
                     update(chunk.wait())

@@ -238,7 +238,7 @@ def whole_layout(
     shapes: dict[str, torch.Size] = {}
     scalars: dict[str, torch.dtype | None] = {}
     for name, value in states.items():
-        if isinstance(value, torch.Tensor) and _is_stored(value, shape):
+        if isinstance(value, torch.Tensor) and is_stored(value, shape):
             tensors[name] = value.dtype
         elif value is not None:
             scalars[name] = value.dtype if isinstance(value, torch.Tensor) else None
@@ -276,7 +276,7 @@ class _WithoutValues(TorchDispatchMode):
         return torch.ones((), dtype=args[0].dtype, device="cpu").item()
 
 
-def _is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
+def is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
     """Whether a state of a parameter of `shape` lives on the tier of optimizer states."""
     return (value.shape == shape and value.dim() > 0) or value.nbytes >= STORED_FROM_BYTES
 

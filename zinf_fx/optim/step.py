@@ -16,11 +16,11 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import State
 from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, StatesAhead
+from zinf_fx.optim.chunks import ChunkUpdate
 from zinf_fx.optim.in_place import ResidentCall
 from zinf_fx.optim.partial_step import Progress, TornStep
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import Beside, serves
-from zinf_fx.optim.update import ChunkUpdate
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
@@ -98,10 +98,10 @@ class StreamedStep:
         torch.autograd.graph.increment_version(batch.wholes)
         announce_writes(batch.bytes)
         self._overlaps &= owned or batch.streams_gradients
-        for recipe, states in batch.in_shares:
+        for group, states in batch.in_shares:
             share = states.parameter.storage.share
-            share.stale |= not (share.partitioned or recipe.whole)
-            self._overlaps &= not recipe.whole  # what is collective has its turn
+            share.stale |= not (share.partitioned or group.kind.whole)
+            self._overlaps &= not group.kind.whole  # what is collective has its turn
         self._progress.pending |= batch.touched
         self.parameters |= batch.parameters
         if owned:
@@ -361,14 +361,14 @@ class StreamedStep:
         chunk.arrive()
         RECORDER.waited(started, "states")
         nbytes = chunk.states_nbytes if RECORDER.log is not None else 0
-        place = chunk.recipe.place
+        place = chunk.chunk.kind.place
         with self._progress.changing():
             self._queue.take_first()
             with closing(chunk), RECORDER.work("update", nbytes, place.torch_device):
                 self._update.run(chunk, *self._memory.lanes_at(place), self._memory.scratch_at(place))
             self._memory.behind = True
         self._queue.open_ahead()
-        if chunk.recipe.is_first:
+        if chunk.chunk.kind.is_first:
             trim_heap()
 
     def _end(self) -> None:

@@ -22,7 +22,7 @@ from zinf_fx.optim.in_place import ResidentCall, Residents
 from zinf_fx.optim.layouts import GroupLayouts, Layouts, StateLayout
 from zinf_fx.optim.partial_step import ReservedStates, TornStep, check_loaded
 from zinf_fx.optim.rehearsal import Rehearsal
-from zinf_fx.optim.slices import Recipes, Update
+from zinf_fx.optim.slices import Update, UpdateGroups
 from zinf_fx.optim.states import KeptStates, check_gradient, fitting
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
@@ -253,7 +253,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
         self._layouts, self.rehearsal = Layouts(self._arithmetic), Rehearsal(self._arithmetic)
-        self._residents, self._recipes = Residents(), Recipes()
+        self._residents, self._groups_updated = Residents(), UpdateGroups()
         self._recurring: RecurringUpdates | None = None  # that of the last step
         self._shared: frozenset[str] = frozenset()  # names of the attributes that are another optimizer's
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
@@ -512,7 +512,7 @@ class Streamed(Optimizer):
                 optimizer.torn = torn
 
         ahead, self._last_step = self._last_step and self._last_step.ahead, None
-        self._recipes.begin_step(self.param_groups)
+        self._groups_updated.begin_step(self.param_groups)
         numbered = ((number, p) for number, group in enumerate(groups) for p in group["params"])
         self._groups = {p if type(p) is StoredTensor else local_input(p): number for number, p in numbered}
         step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear, ahead)
@@ -545,7 +545,7 @@ class Streamed(Optimizer):
         present = states.take_over_shown(self._state[parameter.whole])
         states.gradient = parameter.grad
         states.look_for_writes(present)
-        return self._recipes.of(number, group, states, layout, present), states
+        return Update(self._groups_updated.of(number, group, states, layout, present), states)
 
 
 @torch._disable_dynamo

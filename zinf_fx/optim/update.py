@@ -1,142 +1,126 @@
-"""How a chunk is updated: the torch class runs on what the windows of its parts have, and its states are shown."""
+"""The update of elements: PyTorch's class computes with what is stored, in whatever format, and is stored likewise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, State, borrow, show, step_without_hooks
-from zinf_fx.optim.elements import moved
-from zinf_fx.optim.partial_step import Progress
-from zinf_fx.optim.slices import Begun, OpenChunk, OpenPack, OpenPart, Recipe
-from zinf_fx.optim.states import ParameterStates
-from zinf_fx.optim.threads import at_the_same_time
-from zinf_fx.plan.chunks import Piece, all_of, cut
-from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.optim.arithmetic import Lists, State, step_together, values_of
+from zinf_fx.optim.formats import MASTER, MASTER_UP, computed, join, kind_of, split, store_computed
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """What pieces of a chunk that is updated by `recipe` need for themselves, one at a time: the torch class, borrowed,
-    and scratch."""
-
-    recipe: Recipe
-    inner: Optimizer
-    scratch: torch.Tensor | None
-
-
-class ChunkUpdate:
-    """The update of the chunks of one step, by the arithmetic of one torch class.
-
-    What decides the result besides the options of groups, which come with each chunk, is read from the optimizer at
-    construction. The optimizer itself is not held.
+@dataclass
+class Operands:
+    """Elements of one parameter, [n] each, as they are stored, and what else the class has of it.
 
     Attributes:
-        unscales: whether the arithmetic divides the gradients by a GradScaler's scale.
+        parameter: in its own dtype.
+        gradient: in the dtype in which it was reduced.
+        master: nothing; "master" in the dtype of the update; or the two parts of a split one: see [Note: split
+            masters].
+        states: by name, in the dtypes or formats in which they are kept, with their scales.
+        present: the names of states that hold values; the class makes the others.
+        numbers: states that aren't stored, such as a count of steps. The class changes them, or leaves others.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, kind: type[Optimizer], shown: dict[torch.Tensor, State], progress: Progress
-    ) -> None:
-        """`kind`: the class. `shown`: what the optimizer shows of states. `progress` is told which parameters are begun
-        and finished."""
-        self._kind = kind
-        # Classes of others may have what can't be used by two threads at the same time.
-        self._runs_in_threads = kind.__module__.startswith("torch.optim.")
-        self._shown = shown
-        self._progress = progress
-        self._template = borrow(optimizer, kind, {}, [])
-        self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
-        self.unscales = getattr(self._template, "grad_scale", None) is not None
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    master: Mapping[str, torch.Tensor]
+    states: Mapping[str, torch.Tensor]
+    present: Collection[str]
+    numbers: State
 
-    def borrowed(self, group: Group, place: Device) -> Optimizer:
-        """The class by the options of `group`, to run at `place`."""
-        inner = borrow(self._template, self._kind, group, [])
-        for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
-            if name in vars(inner):
-                setattr(inner, name, moved(vars(inner)[name], place))
-        return inner
 
-    def run(self, chunk: OpenChunk, count: int, piece: int, scratch: torch.Tensor | None) -> None:
-        """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
-        of the gradient in fp32 and of the new weights. See [Note: workers].
+def update_elements(inner: Optimizer, operands: Sequence[Operands], scratch: torch.Tensor | None, lists: Lists) -> bool:
+    """Update elements of some parameters by one step of `inner`, a torch class with options and no parameters yet.
 
-        `count`: how many pieces are updated at the same time, by a class of PyTorch's own, of at most `piece` elements
-        each. `scratch`: memory for what these have in other dtypes than that of the update, if anything.
-        """
-        recipe = chunk.recipe
-        for part in chunk.parts:
-            part.wait()
-        self._progress.begun.update(parameter for part in chunk.parts for parameter in part.parameters)
-        for part in chunk.parts:
-            if isinstance(part, OpenPack):
-                self._update_pack(part, scratch)
-        parts = [part for part in chunk.parts if isinstance(part, OpenPart)]
-        if recipe.whole:
-            several, count = [(all_of(part, part.piece.count),) for part in parts], 1
-        else:
-            several = list(cut([(part, (range(part.piece.count),)) for part in parts], piece))
-            count = min(count, len(several)) if self._runs_in_threads else 1
-        rooms = [scratch] * count
-        if scratch is not None and count > 1:
-            rooms = [scratch[:, first : first + piece] for first in range(0, count * piece, piece)]
-        lanes = [_Lane(recipe, self.borrowed(recipe.group, recipe.place), room) for room in rooms]
-        with closing(at_the_same_time(self._update_together, lanes, several)) as updated:
-            for together, scalars in zip(several, updated, strict=True):
-                self._store_whole_parts(together, scalars)
+    Everything is updated where it is stored. This is the whole of what a step computes with elements, so that a kernel
+    that knows the class and the formats can take its place.
 
-    def _update_pack(self, pack: OpenPack, scratch: torch.Tensor | None) -> None:
-        pack.update(self.borrowed, self._shown, scratch)
-        pack.store(unscaled=self.unscales)
-        for recipe, states in pack.states.updates:
-            if recipe.is_first or states.has_master:
-                self._show(states, recipe.names, {})
-        self._progress.finish(pack.states.members, pack.states.touched)
-        pack.states.let_go_of_gradients()
+    Args:
+        scratch: in the dtype of the update, [rows, elements], each parameter's rounded up to WINDOW_ALIGNMENT: for what
+            is stored in another dtype or format than the update computes in. None where nothing is.
+        lists: what the class made of the same operands before.
 
-    def _update_together(self, lane: _Lane, pieces: Sequence[Piece[OpenPart]]) -> list[State]:
-        """Run the class on some elements of parts, in one call. Returns the states of each that aren't stored."""
-        # Fused kernels count steps where they run, and the others on the CPU.
-        recipe, inner = lane.recipe, lane.inner
-        counts_at = recipe.place if recipe.group.get("fused") else CPU
-        begun: list[Begun] = []
-        offset = 0
-        for some in pieces:
-            states = some.owner.piece.owner
-            entry = self._shown[states.parameter.whole]
-            scalars = {k: moved(v, counts_at) for k, v in entry.items() if k not in states.tensors}
-            rows = None if lane.scratch is None else lane.scratch.flatten(1).view(recipe.dtype)[:, offset:]
-            begun.append(some.owner.begin(some.elements, scalars, rows))
-            offset += round_up(some.count, WINDOW_ALIGNMENT)
-        inner.param_groups[0]["params"] = [one.weights for one in begun]
-        inner.state.clear()
-        inner.state.update((one.weights, one.state) for one in begun)
-        step_without_hooks(inner)
-        return [some.owner.end(one, inner.state[one.weights]) for some, one in zip(pieces, begun, strict=True)]
+    Returns:
+        Whether nothing but the operands themselves was updated, so that the same ones and `lists` serve again.
+    """
+    weights: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+    in_place, offset = True, 0
+    for one in operands:
+        count = one.parameter.numel()
+        rows = iter(()) if scratch is None else iter(scratch[:, offset : offset + count])
+        offset += round_up(count, WINDOW_ALIGNMENT)
+        weight, gradient = _weights(one, rows), one.gradient
+        if gradient.dtype != weight.dtype:
+            gradient, in_place = next(rows).copy_(gradient), False
+        state[weight] = values = dict(one.numbers)
+        for name in _names(one):
+            stored = one.states[name]
+            if name not in one.present:
+                in_place = False
+            elif stored.dtype.itemsize < weight.dtype.itemsize:
+                values[name], in_place = computed(name, one.states, next(rows)), False
+            else:
+                values[name] = stored
+        weights.append(weight)
+        gradients.append(gradient)
+    same = step_together(inner, weights, gradients, state, values_of(state.values()), lists)
+    if not (same and in_place):
+        for one, weight in zip(operands, weights, strict=True):
+            _store_states(one, state[weight])
+    _store_weights(operands, weights)
+    return same and in_place
 
-    def _store_whole_parts(self, pieces: Sequence[Piece[OpenPart]], several: Sequence[State]) -> None:
-        """Pieces are updated, and all before them. Start writing the parts that end with one of them, and show the
-        states of parameters that do; `several`: those that aren't stored."""
-        for some, scalars in zip(pieces, several, strict=True):
-            part = some.owner
-            states = part.piece.owner
-            if some.last:
-                part.store(unscaled=self.unscales)
-                if part.piece.last:
-                    self._show(states, part.names, scalars)
-                    self._progress.finish([states], states.touched)
 
-    def _show(self, states: ParameterStates, names: Iterable[str], scalars: State) -> None:
-        """All elements of a parameter are updated: show its states, those of these names and `scalars`."""
-        parameter = states.parameter
-        entry = self._shown[parameter.whole]
-        show(entry, scalars)
-        entry.update((name, parameter.shown(states.tensors[name])) for name in names)
-        if states.has_master:
-            entry.update((name, parameter.shown(states.tensors[name])) for name in states.masters)
-            states.version = parameter.storage.bytes.version
+def _names(operands: Operands) -> Iterator[str]:
+    """The names of the states that the class computes with."""
+    return (name for name in operands.states if kind_of(name, operands.states) is None)
+
+
+def _weights(operands: Operands, rows: Iterator[torch.Tensor]) -> torch.Tensor:
+    """What the class updates: the parameter itself, or its master."""
+    master = operands.master
+    if MASTER_UP in master:
+        return join(operands.parameter, master[MASTER], master[MASTER_UP], next(rows))
+    return master.get(MASTER, operands.parameter)
+
+
+def _store_states(operands: Operands, state: State) -> None:
+    """Put the states that the class left where they are stored; the others are `numbers`."""
+    for name in _names(operands):
+        if state[name] is not operands.states[name]:
+            store_computed(name, operands.states, state[name])
+    operands.numbers = {name: value for name, value in state.items() if name not in operands.states}
+
+
+def _store_weights(operands: Sequence[Operands], weights: Sequence[torch.Tensor]) -> None:
+    """Put new masters where they are stored, and round them to the parameters."""
+    rounds = [number for number, one in enumerate(operands) if one.master]
+    if rounds:
+        torch._foreach_copy_([operands[n].parameter for n in rounds], [weights[n] for n in rounds])
+    for one, weight in zip(operands, weights, strict=True):
+        if MASTER_UP in one.master:
+            split(weight, one.parameter, one.master[MASTER], one.master[MASTER_UP])
+
+
+def take_over_written(master: Mapping[str, torch.Tensor], parameter: torch.Tensor, known: bool) -> None:
+    """Take over into the master what others wrote to the parameter; where this still is the master rounded, the master
+    stays. `known`: whether there is a master yet. Of split ones: see [Note: weights that others write to]."""
+    if MASTER_UP in master:
+        for kept in master.values() if not known else ():
+            kept.zero_()
+        return
+    weights = master[MASTER]
+    if not known:
+        weights.copy_(parameter)
+        return
+    written = weights.to(parameter.dtype) != parameter
+    weights[written] = parameter[written].to(weights.dtype)

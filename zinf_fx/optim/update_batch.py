@@ -5,25 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
 
 from zinf_fx.optim.arithmetic import State, same_objects, values_of
+from zinf_fx.optim.chunks import Chunk
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
-from zinf_fx.optim.slices import PackedStates, Recipe, Update, packed
-from zinf_fx.optim.states import ParameterStates
-from zinf_fx.plan.chunks import Piece, all_of, cut
+from zinf_fx.optim.slices import SliceStates, Update, UpdateKind
+from zinf_fx.optim.states import ParameterStates, by_allocation
+from zinf_fx.plan.chunks import AT_A_TIME, Member, cut
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-
-Owner = ParameterStates | PackedStates
-"""What a piece is of."""
-
-Chunk = tuple[Recipe, tuple[Piece[Owner], ...]]
-"""Pieces that are updated together."""
 
 
 class Bytes(NamedTuple):
@@ -102,7 +97,7 @@ class UpdateBatch:
     @property
     def is_first(self) -> bool:
         """Whether the torch class makes states for any of them."""
-        return any(recipe.is_first for recipe, _ in self.updates)
+        return any(update.group.kind.is_first for update in self.updates)
 
     @cached_property
     def apart(self) -> Device | None:
@@ -122,7 +117,7 @@ class UpdateBatch:
     @cached_property
     def in_shares(self) -> list[Update]:
         """Those of parameters of which each of many ranks updates its own share only."""
-        return [update for update in self.updates if update[1].in_shares]
+        return [update for update in self.updates if update.states.in_shares]
 
     def chunks(self, elements: int) -> list[Chunk]:
         """The updates in chunks of at most so many elements, in the order in which their tensors were made."""
@@ -134,24 +129,26 @@ class UpdateBatch:
         """The updates are over, well or not."""
         for states in self.states:
             states.gradient = None
-        for _, pieces in self._chunks[1] if self._chunks is not None else ():
-            for owner in {piece.owner for piece in pieces if isinstance(piece.owner, PackedStates)}:
-                owner.let_go_of_gradients()
+        for chunk in self._chunks[1] if self._chunks is not None else ():
+            chunk.let_go_of_gradients()
 
     def _cut(self, elements: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        owners: dict[Recipe, list[Owner]] = {}
-        for updates in packed(self.updates, elements):
-            recipe, states = updates[0]
-            owners.setdefault(recipe, []).append(states if len(updates) == 1 else PackedStates(updates))
-        for recipe, several in owners.items():
-            if recipe.whole:
-                chunks += [(recipe, (all_of(states, states.parameter.numel()),)) for states in several]
+        by_kind: dict[UpdateKind, dict[StoredTensor, Update]] = {}
+        for update in self.updates:
+            by_kind.setdefault(update.group.kind, {})[update.states.parameter] = update
+        for kind, updates in by_kind.items():
+            members = [updates[parameter] for parameter in chain.from_iterable(by_allocation(updates))]
+            if kind.whole:
+                wholes = [(update, range(update.states.parameter.numel())) for update in members]
+                chunks += [Chunk([SliceStates([update], [whole], is_last=True)]) for update, whole in wholes]
                 continue
-            shares = [(states, states.updated) for states in several]
-            cuts = cut(shares, elements, whole=lambda owner: isinstance(owner, PackedStates))
-            chunks += [(recipe, pieces) for pieces in cuts]
-        return sorted(chunks, key=lambda chunk: chunk[1][0].owner.parameter.storage.key)
+            follows = [False, *(other.joins(one) for one, other in pairwise(members))]
+            sizes = [Member(one.states.updated, joins) for one, joins in zip(members, follows, strict=True)]
+            for slices in cut(sizes, elements, AT_A_TIME):
+                of = [(members[one.members.start : one.members.stop], one.elements, one.is_last) for one in slices]
+                chunks.append(Chunk([SliceStates(*states) for states in of]))
+        return sorted(chunks, key=lambda chunk: chunk.slices[0].parameters[0].storage.key)
 
 
 def _let_go_of_bytes(batch: UpdateBatch | None) -> None:
@@ -199,7 +196,7 @@ class RecurringUpdates:
         kinds = [type(parameter) for parameter in chain.from_iterable(groups)]
         if kinds != [StoredTensor] * len(batch.parameters) or not batch.streams_gradients:
             return None
-        if any(recipe.whole for recipe, _ in batch.updates):
+        if any(update.group.kind.whole for update in batch.updates):
             return None
         return RecurringUpdates(batch, groups, shown, layouts)
 

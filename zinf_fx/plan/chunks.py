@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
-
-P = TypeVar("P")
 
 # Elements of a chunk that the CPU updates at a time: with their states they fit its cache, and PyTorch's overhead for
 # an operation is small beside the operation.
@@ -20,25 +18,31 @@ AT_ONCE = 8 * AT_A_TIME
 _CHUNKS_IN_MEMORY = CHUNKS + 1
 
 
+class Member(NamedTuple):
+    """A parameter, as far as cutting is concerned.
+
+    Attributes:
+        parts: the elements that this rank updates; each part is contiguous.
+        follows: whether every array of it lies right behind that of the member before, and is updated alike.
+    """
+
+    parts: Sequence[range]
+    follows: bool = False
+
+
 @dataclass(frozen=True)
-class Piece(Generic[P]):
-    """`count` consecutive elements of `owner`, a parameter, from `start` on: a multiple of WINDOW_ALIGNMENT behind the
-    first of a part that this rank updates. `last`: whether it updates none behind them."""
+class ChunkSlice:
+    """What is read and written at a time: a run of whole members, or a range of elements of one.
 
-    owner: P
-    start: int
-    count: int
-    last: bool
+    Attributes:
+        members: their numbers.
+        elements: of each member. They begin at a multiple of WINDOW_ALIGNMENT behind the first of a part.
+        is_last: whether this rank updates no element of the members behind these.
+    """
 
-    @property
-    def elements(self) -> slice:
-        """Which they are."""
-        return slice(self.start, self.start + self.count)
-
-
-def all_of(whole: P, count: int) -> Piece[P]:
-    """A piece that is the whole, of `count` elements."""
-    return Piece(whole, 0, count, True)
+    members: range
+    elements: tuple[range, ...]
+    is_last: bool = True
 
 
 def elements_of_chunk(most: int, bytes_per_element: int = 0, room: int | None = None) -> int:
@@ -50,32 +54,38 @@ def elements_of_chunk(most: int, bytes_per_element: int = 0, room: int | None = 
 
 
 def charged(count: int) -> int:
-    """What so many elements of a parameter are charged for in a chunk."""
+    """Return what so many elements of a member are charged for in a chunk: it bounds chunks of many small ones, too."""
     return round_up(max(count, 1), WINDOW_ALIGNMENT)
 
 
-def cut(
-    parameters: Iterable[tuple[P, Sequence[range]]], elements: int, whole: Callable[[P], bool] = lambda _: False
-) -> Iterator[tuple[Piece[P], ...]]:
-    """Pieces of `parameters`, in order, packed into chunks of at most `elements` elements. With each parameter come
-    the parts of it that this rank updates. `whole`: whether it can't be cut.
+def cut(members: Sequence[Member], elements: int, together: int = 0) -> Iterator[tuple[ChunkSlice, ...]]:
+    """Cut members, in order, into chunks of at most `elements` elements.
 
-    A small parameter is charged for WINDOW_ALIGNMENT elements, so that a chunk of many small ones is bounded too.
-    Vectorised kernels treat the end of a tensor differently, so that pieces end where such a kernel would not care.
+    Members of at most `together` elements that follow each other are one slice, which isn't cut. Vectorised kernels
+    treat the end of a tensor differently, so that slices end where such a kernel would not care.
     """
     assert elements > 0 and elements % WINDOW_ALIGNMENT == 0, elements
-    chunk: list[Piece[P]] = []
+    chunk: list[ChunkSlice] = []
     room = elements
-    for parameter, updated in parameters:
-        for number, part in enumerate(updated, start=1):
-            start, ends = part.start, False
-            if chunk and len(part) > room and whole(parameter):
+    for run in _runs(members, elements, together):
+        if len(run) > 1:
+            count = sum(charged(_count(members[number])) for number in run)
+            if count > room:
                 yield tuple(chunk)
                 chunk, room = [], elements
+            chunk.append(ChunkSlice(run, tuple(part for number in run for part in members[number].parts)))
+            room -= count
+            if not room:
+                yield tuple(chunk)
+                chunk, room = [], elements
+            continue
+        parts = members[run.start].parts
+        for number, part in enumerate(parts, start=1):
+            start, ends = part.start, False
             while not ends:
                 count = min(part.stop - start, room)
                 ends = start + count == part.stop
-                chunk.append(Piece(parameter, start, count, ends and number == len(updated)))
+                chunk.append(ChunkSlice(run, (range(start, start + count),), ends and number == len(parts)))
                 start += count
                 room -= charged(count)
                 if not room:
@@ -83,6 +93,25 @@ def cut(
                     chunk, room = [], elements
     if chunk:
         yield tuple(chunk)
+
+
+def _runs(members: Sequence[Member], elements: int, together: int) -> Iterator[range]:
+    """Members that are in one slice: runs of at most `elements` elements."""
+    first = room = 0
+    for number, member in enumerate(members):
+        count = charged(_count(member))
+        if number > first:
+            small = max(_count(member), _count(members[number - 1])) <= together
+            if not (member.follows and small and count <= room):
+                yield range(first, number)
+                first = number
+        room = (elements if number == first else room) - count
+    if members:
+        yield range(first, len(members))
+
+
+def _count(member: Member) -> int:
+    return sum(map(len, member.parts))
 
 
 def part_of(number: int, nbytes: int, behind: int = 0, count: int = CHUNKS) -> range:

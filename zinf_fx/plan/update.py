@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zinf_fx.adam import STATE_BYTES
-from zinf_fx.plan.chunks import AT_ONCE, Piece, charged, cut, elements_of_chunk, part_of
+from zinf_fx.plan.chunks import AT_ONCE, Member, charged, cut, elements_of_chunk, part_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, Chunk, Slice, Tile, UpdateEvent, UpdateSchedule
 from zinf_fx.sizes import blocks
@@ -96,17 +96,23 @@ def update_of(
     together = together or plan.regions.chunk_count
     first = {tile.name: len(plan.tiles) - 1 - number for number, tile in enumerate(reversed(plan.tiles))}
     parameters = [
-        (_Parameter(place, first[tile.name], member, tile.state_tier == "device"), (range(count),))
+        (_Parameter(place, first[tile.name], member, tile.state_tier == "device"), count)
         for place, tile in enumerate(_in_order_of_updates(plan, trained, in_backward))
         for member, count in enumerate(tile.updated_elements(plan.stage))
     ]
-    cuts: list[tuple[Piece[_Parameter], ...]] = []
+    cuts: list[list[tuple[_Parameter, range]]] = []
     for on_device in (False, True):
-        cuts += cut((updated for updated in parameters if updated[0].on_device == on_device), elements)
-    cuts.sort(key=lambda pieces: pieces[0].owner.place)
+        there = [updated for updated in parameters if updated[0].on_device == on_device]
+        members = [Member((range(count),)) for _, count in there]
+        for slices in cut(members, elements):
+            cuts.append([(there[one.members.start][0], one.elements[0]) for one in slices])
+    cuts.sort(key=lambda slices: slices[0][0].place)
     chunks = tuple(
-        Chunk(tuple(Slice(p.owner.tile, p.start, p.count, p.owner.member) for p in pieces), pieces[0].owner.on_device)
-        for pieces in cuts
+        Chunk(
+            tuple(Slice(owner.tile, some.start, len(some), owner.member) for owner, some in slices),
+            slices[0][0].on_device,
+        )
+        for slices in cuts
     )
     of_element = BytesOfElement.at_most(trained)
     scratch, nbytes = scratch_bytes(of_element, elements), elements * of_element.opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zinf_fx.optim.chunks import opened_ahead
+from zinf_fx.optim.gradients import opened_ahead
 
 
 class Chunk:
