@@ -35,10 +35,10 @@ from tabulate import tabulate
 import zinf_fx
 from zinf_fx.plan.packs import pack_of
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.execute.tile_cache import TileCache
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -52,26 +52,26 @@ LARGE_WAYS = {"shards": {"pack": None}, "owners": {"partition": "owner", "pack":
 SMALL_WAYS = {"alone": {"pack": None}, "packs": {"pack": "auto"}}
 
 
-def bring(tiles: Sequence[tuple[Stored, Tile]]) -> None:
+def bring(tiles: Sequence[tuple[StoredTile, Tile]]) -> None:
     """Each tile to every rank, as a planned graph does it, through the host arena."""
-    staging, held = Staging(), deque()
+    cache, held = TileCache(), deque()
 
     def use_first() -> None:
         for storage, planned, _ in list(held)[:2]:  # the next one's collective goes on meanwhile
-            staging.allgather(storage, planned)
+            cache.allgather(storage, planned)
         *_, tile = held.popleft()
         tile.wait()
-        staging.release(tile)
+        cache.release(tile)
 
     for storage, planned in tiles:
-        held.append((storage, planned, staging.fetch(storage, planned, None)))
+        held.append((storage, planned, cache.fetch(storage, planned, None)))
         if len(held) == TOGETHER:
             use_first()
     while held:
         use_first()
 
 
-def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[Stored, Tile]]:
+def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTile, Tile]]:
     """What moves: parameters that lie side by side as one pack, the others by themselves."""
     allocations: dict[Allocation, list[tuple[TensorStorage, Tile]]] = {}
     for parameter in parameters:
@@ -79,11 +79,11 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[Stored, T
         shard = storage.share.shards.size if ranks > 1 else 0
         tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
         allocations.setdefault(storage.bytes.allocation, []).append((storage, replace(tile, partitioned=ranks > 1)))
-    found: list[tuple[Stored, Tile]] = []
+    found: list[tuple[StoredTile, Tile]] = []
     for together in allocations.values():
         storages, tiles = zip(*together, strict=True)
         planned = pack_of(tiles) if len(tiles) > 1 else tiles[0]
-        found.append((Pack.of(storages, planned) if planned.members else storages[0], planned))
+        found.append((StoredTile.of(storages, planned), planned))
     return found
 
 

@@ -17,10 +17,10 @@ from twins import Net, assert_nothing_leaked, x
 import zinf_fx
 from zinf_fx.frontend.packing import packs_of
 from zinf_fx.plan.chunks import AT_A_TIME
-from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.quantised import Form
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 Train = Callable[[nn.Module, Callable, torch.optim.Optimizer], None]
 
@@ -450,7 +450,8 @@ class Ending:
 
 
 def test_work_in_the_background_may_be_over_at_any_moment() -> None:
-    pack, tiers = object.__new__(Pack), Ending()
-    pack._every_tiers, pack._keys, pack.ranks = {tiers}, frozenset([1]), SimpleNamespace(shards=1)
+    pack, tiers = object.__new__(StoredTile), Ending()
+    member = SimpleNamespace(key=1)
+    pack._every_tiers, pack._storages, pack.ranks = {tiers}, [lambda: member], SimpleNamespace(shards=1)
     pack.settled()
     assert tiers.settled == [frozenset([1])]

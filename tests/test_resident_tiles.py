@@ -19,7 +19,7 @@ from zinf_fx.observe.stats import Stats
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.plan import Plan
 from zinf_fx.runtime.execute.executor import EXECUTOR
-from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.execute.tile_cache import TileCache
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -235,12 +235,12 @@ class _Moving:
 
 def test_what_stays_is_of_the_same_storages_tile_by_tile() -> None:
     """Two modules of one shape whose parameters have changed places would share places in memory."""
-    staging, one, other = Staging(), SimpleNamespace(key=1), SimpleNamespace(key=2)
+    cache, one, other = TileCache(), SimpleNamespace(key=1), SimpleNamespace(key=2)
     dropped: list[int] = []
-    staging.drop_staying = lambda: dropped.append(len(dropped))
+    cache.drop_staying = lambda: dropped.append(len(dropped))
     plans = [_Moving() for _ in range(3)]
-    staging.stay_for(plans[0], [one, other])
-    staging.stay_for(plans[1], [one, other])
+    cache.stay_for(plans[0], [one, other])
+    cache.stay_for(plans[1], [one, other])
     assert len(dropped) == 1  # nothing was there before the first
-    staging.stay_for(plans[2], [other, one])
+    cache.stay_for(plans[2], [other, one])
     assert len(dropped) == 2

@@ -185,7 +185,7 @@ def test_the_plan_has_the_write_and_what_it_moves(tmp_path: Path):
     (plan,) = plan_model(model, (x(),)).plans
     forward, backward = plan.graphs
     number, written = next((n, tile) for n, tile in enumerate(plan.tiles) if tile.name == "last.weight")
-    kinds = [event.kind for event in forward.events if event.tile == number and not event.turn]
+    kinds = [event.kind for event in forward.events if event.tile == number and not event.for_backward]
     assert kinds == ["fetch", "upload", "allgather", "wait", "release", "write"]
     assert [event.kind for event in backward.events if event.tile == number][:4] == kinds[:4]
     assert plan.activation_buffer == written.nbytes

@@ -165,7 +165,7 @@ def test_a_child_waits_for_no_lock_of_another_thread(tmp_path: Path) -> None:
     def hold() -> None:
         tiers, step = training.tiers, training.optimizer._last_step
         arena = tiers.host._read_by_device.lock
-        with RUNNING.lock, EXECUTOR.staging._lock, step._lock, tiers._lock, arena, Tiers._open_lock:
+        with RUNNING.lock, EXECUTOR.tiles._lock, step._lock, tiers._lock, arena, Tiers._open_lock:
             held.set()
             over.wait()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import StoreError
-from zinf_fx.runtime.tensor import spill
+from zinf_fx.runtime.tensor import storage as spilling
 from zinf_fx.sizes import pieces_of
 
 SAVED = """
@@ -49,7 +49,7 @@ def test_models_are_saved_with_less_memory_than_they_have_bytes(how: str, tmp_pa
 
 
 def test_values_in_files_are_shared_until_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spill, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, 1 << 20))
+    monkeypatch.setattr(spilling, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, 1 << 20))
     torch.manual_seed(0)
     layer = nn.Linear(700, 1000, bias=False)
     plain = layer.weight.detach().clone()

@@ -14,9 +14,10 @@ from streams import Stream
 
 from zinf_fx.config import Config
 from zinf_fx.plan.schedule import MemoryRegions, Tile
-from zinf_fx.runtime.execute.staging import StagedTile
+from zinf_fx.runtime.execute.tiles import WholeTile
 from zinf_fx.runtime.memory.device import CPU, Cuda, device_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 COUNT = 2048
@@ -48,22 +49,22 @@ class Tiles:
         self.storage.bytes.flush()
         self.seen: list[torch.Tensor] = []
 
-    def fetch(self, number: int, offset: int) -> StagedTile:
+    def fetch(self, number: int, offset: int) -> WholeTile:
         planned = Tile("w", (1, COUNT), torch.float32, self.storage.tier, None, rows=(number, number + 1))
-        tile = StagedTile(self.storage, planned)
-        if tile._window is not None:
-            tile._window.arrived()  # so that its copy starts now
+        tile = WholeTile(StoredTile.of([self.storage], planned), planned)
+        for window in tile._windows:
+            window.arrived()  # so that its copy starts now
         tile.upload(offset)
         return tile
 
-    def read(self, tile: StagedTile, stream: Stream | None = None) -> None:
+    def read(self, tile: WholeTile, stream: Stream | None = None) -> None:
         """Queue compute that looks at the whole tile."""
         stream = stream or self.cuda.current_stream()
         before, self.cuda._current = self.cuda._current, stream
-        value = tile.wait()
+        (value,) = tile.wait()
         result = torch.full((COUNT,), -1.0)
         with self.cuda.stream(stream):
-            result.copy_(value)
+            result.copy_(value.view(-1))
         self.cuda._current = before
         self.seen.append(result)
 
@@ -166,11 +167,12 @@ def test_what_gathers_waits_for_a_copy_that_compute_does_not_wait_for(cuda: Stre
         tile = tiles.fetch(number, 0)
         gathered, computed = torch.full((COUNT,), -1.0), torch.zeros(())
         with tiles.device.beside_compute():
-            gathered.copy_(tile.wait())
+            (value,) = tile.wait()
+            gathered.copy_(value.view(-1))
         with cuda.stream(compute):
             computed.copy_(torch.ones(()))
         if compute.eager:  # and copies are late
-            assert computed and not tile._window._copy.done()
+            assert computed and not tile._windows[0]._copy.done()
         tiles.seen.append(gathered)
         compute.wait_event(tiles.device._gathers.record_event())  # as a collective is waited for
         tile.close()

@@ -13,11 +13,11 @@ from injecting import Fault, clear_faults, inject
 from zinf_fx.config import Config
 from zinf_fx.errors import StoreError
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.execute.flying import TileState
-from zinf_fx.runtime.execute.staging import StagedTile
+from zinf_fx.runtime.execute.tiles import TileState, WholeTile
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.allocation import Follower
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import WindowState
 
@@ -96,9 +96,10 @@ def test_a_follower_may_be_closed_when_a_write_has_found_it(
 
 
 def test_a_tile_is_freed_once(storage: TensorStorage) -> None:
-    tile = StagedTile(storage, Tile("w", (COUNT,), torch.float32, "nvme", None))
+    planned = Tile("w", (COUNT,), torch.float32, "nvme", None)
+    tile = WholeTile(StoredTile.of([storage], planned), planned)
     assert tile.state is TileState.FETCHED
-    assert torch.equal(tile.wait(), torch.zeros(COUNT))
+    assert torch.equal(*tile.wait(), torch.zeros(COUNT))
     tile.close()
     assert tile.state is TileState.FREED and storage.tiers.host.in_use == 0
     with pytest.raises(AssertionError, match="a tile that is freed can't be freed"):

@@ -61,7 +61,7 @@ from zinf_fx.runtime.execute.inductor import CompiledRegion, check_can_compile, 
 from zinf_fx.runtime.gradients.leaf import compiled_nodes, refuse_second_derivatives
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.runtime.tensor.view_writes import is_written, watching
+from zinf_fx.runtime.tensor.views import is_written, watching
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ class Capture:
         with RUNNING.turn():
             for tiers in {storage.tiers for storage in storages} - {None}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
-                EXECUTOR.staging.drop_staying()  # what stays would keep regions that are about to be replaced
+                EXECUTOR.tiles.drop_staying()  # what stays would keep regions that are about to be replaced
                 tiers.plan(plan.regions, peak_host_bytes(plan), devices)
 
     def _left_alone(self, module: fx.GraphModule, context: GraphContext) -> dict[int, int]:

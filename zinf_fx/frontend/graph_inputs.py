@@ -40,9 +40,9 @@ from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Groups, Owners, shards_of
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor import view_writes
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.views import note_gathered
 
 _LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag, torch.embedding)
 
@@ -221,7 +221,7 @@ def _maker_of(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
 
     def distributed(local: torch.Tensor) -> DTensor:
         made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        view_writes.note_gathered(made)
+        note_gathered(made)
         return made
 
     return distributed

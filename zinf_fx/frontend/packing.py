@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,73 +23,86 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 K = TypeVar("K")
 
-Candidate = tuple[K, Config, torch.dtype, torch.device, Shards, bool, Hashable]
-"""Who it is, its options, what it is stored as, where it computes, how it is divided, whether it trains, and what else
-must be alike."""
+
+class _Candidate(NamedTuple, Generic[K]):
+    """A parameter that may live beside others.
+
+    Attributes:
+        parameter: who it is.
+        config: its options, with the placement decided.
+        dtype, device: what it is stored as, and where it computes.
+        shards: how it is divided.
+        trained: whether it trains.
+        kind: what else those have alike that live side by side.
+    """
+
+    parameter: K
+    config: Config
+    dtype: torch.dtype
+    device: torch.device
+    shards: Shards
+    trained: bool
+    kind: Hashable = None
 
 
 def packs_of(
     parameters: Mapping[str, torch.nn.Parameter], forms: Mapping[str, Form], configs: Mapping[str, Config]
 ) -> list[list[str]]:
-    """The names of ordinary parameters that are to live side by side."""
+    """The names of ordinary parameters that are to be members of one group each: see [Note: groups]."""
     candidates, ranks = [], Ranks.of(next(iter(configs.values()))).shards if configs else 0
-    for name, one in parameters.items():
+    for name, parameter in parameters.items():
         form, config = forms[name], configs[name]
-        if not isinstance(one, DTensor):
+        if not isinstance(parameter, DTensor):
             shards = shards_of(form.shape, form.dtype, ranks, config)
-            candidates.append((name, config, form.dtype, one.device, shards, one.requires_grad, one.grad is None))
+            has_no_gradient = parameter.grad is None
+            stored_as = (form.dtype, parameter.device, shards, parameter.requires_grad, has_no_gradient)
+            candidates.append(_Candidate(name, config, *stored_as))
     return _together(candidates)
 
 
 @held_back
 def bring_together(parameters: Iterable[StoredTensor]) -> None:
-    """Move parameters that were stored one by one to where those of one call would be that are to live side by side.
+    """Move parameters that were stored one by one to the groups that those of one call would be in.
 
-    Raises: StoreError when there is no room for a pack beside what is to move there; all is as before then.
+    Raises: StoreError when there is no room for a group beside what is to move there; all is as before then.
     """
-    by_age = sorted(parameters, key=lambda parameter: parameter.storage.key)
-    for pack in _together([_candidate(one) for one in by_age if _can_move(one)]):
+    candidates = []
+    for parameter in sorted(parameters, key=lambda parameter: parameter.storage.key):
+        storage = parameter.storage
+        if not storage.share.part_of and parameter.grad is None:  # else it is divided, or held
+            stored_as = (storage.dtype, parameter.device, storage.share.shards, parameter.requires_grad)
+            candidates.append(_Candidate(parameter, storage.config, *stored_as))
+    for pack in _together(candidates):
         let_through()
         _move([parameter.storage for parameter in pack])
         reserve_gradients(pack)
 
 
-def _together(several: Iterable[Candidate[K]]) -> list[list[K]]:
+def _together(candidates: Iterable[_Candidate[K]]) -> list[list[K]]:
     """Those that are to live side by side: small ones of one kind, in the order in which they come. Their options
     differ in the placement at most."""
     by_limit: defaultdict[int, list[tuple[K, Hashable, int]]] = defaultdict(list)  # which belongs to the device
-    for one, config, dtype, device, shards, trained, kind in several:
+    for parameter, config, dtype, device, shards, trained, kind in candidates:
         copied = has_own_memory(device.type)
         limit = pack_limit(config, copied=copied) if config.partition != "owner" else None
         if limit is not None and len(shards.segments) == 1 and state_moves(config.own_placement, device.type, trained):
             alike = (dtype, device, config.placement, trained, kind)
-            by_limit[limit].append((one, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
-    return [pack for limit, found in by_limit.items() for pack in in_packs(found, limit)]
+            by_limit[limit].append((parameter, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
+    return [pack for limit, of_limit in by_limit.items() for pack in in_packs(of_limit, limit)]
 
 
-def _candidate(parameter: StoredTensor) -> Candidate[StoredTensor]:
-    storage = parameter.storage
-    shards, trained = storage.share.shards, parameter.requires_grad
-    return parameter, storage.config, storage.dtype, parameter.device, shards, trained, None
-
-
-def _can_move(parameter: StoredTensor) -> bool:
-    """Whether it isn't divided by tensor parallelism, and nobody has a gradient of it."""
-    return not parameter.storage.share.part_of and parameter.grad is None
-
-
-def _move(several: Sequence[TensorStorage]) -> None:
+def _move(storages: Sequence[TensorStorage]) -> None:
     """Move the bytes of storages of one kind, which nobody uses, to one allocation."""
-    first = several[0]
-    counts = [storage.share.held for storage in several]
+    first = storages[0]
+    counts = [storage.share.held for storage in storages]
     allocation = Allocation(first.usable_tiers(), first.tier, counts, first.dtype, first.device)
-    moved = [StoredBytes(allocation, range(n, n + 1), (one.token,)) for n, one in enumerate(several)]
-    for storage, there in zip(several, moved, strict=True):
+    moved = [StoredBytes(allocation, range(n, n + 1), (storage.token,)) for n, storage in enumerate(storages)]
+    for storage, there in zip(storages, moved, strict=True):
         window = storage.settled().window().read_only()
         try:
             there.set(window.wait())
         finally:
             window.close()
     allocation.tiers.drain()
-    for storage, there in zip(several, moved, strict=True):
+    for storage, there in zip(storages, moved, strict=True):
         storage.bytes = there

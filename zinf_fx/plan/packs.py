@@ -35,19 +35,19 @@ def pack_limit(config: Config, *, copied: bool) -> int | None:
 K = TypeVar("K")
 
 
-def in_packs(sized: Iterable[tuple[K, Hashable, int]], limit: int) -> list[list[K]]:
-    """Of several things, each with its kind and its bytes in whole blocks, those that move together: of one kind, in
-    the order in which they come, `limit` bytes at most."""
+def in_packs(candidates: Iterable[tuple[K, Hashable, int]], limit: int) -> list[list[K]]:
+    """Put candidates, each with its kind and its bytes in whole blocks, in packs: of one kind, in the order in which
+    they come, and of `limit` bytes at most. What would be alone in a pack is left out."""
     packs: list[list[K]] = []
     latest: dict[Hashable, tuple[list[K], int]] = {}  # by kind, a pack and its bytes
-    for thing, kind, nbytes in sized:
+    for candidate, kind, nbytes in candidates:
         if nbytes > limit:
             continue
         pack, taken = latest.get(kind, ([], limit + 1))
         if taken + nbytes > limit:
             pack, taken = [], 0
             packs.append(pack)
-        pack.append(thing)
+        pack.append(candidate)
         latest[kind] = pack, taken + nbytes
     return [pack for pack in packs if len(pack) > 1]
 

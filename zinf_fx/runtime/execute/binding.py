@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -49,7 +49,6 @@ def bind(
     tiles: Sequence[Tile],
     operators: Mapping[str, int],
     here: Here,
-    packs: Collection[int],
     gradients: Mapping[int, int],
     regions: Mapping[str, CompiledRegion],
 ) -> fx.GraphModule:
@@ -57,8 +56,8 @@ def bind(
     when the prologue ends, and when an operator begins and ends, too. Of one rank, there is nothing to gather or
     reduce.
 
-    `operators`: by the names of the nodes that compute, which operator they belong to. `packs`: the tiles whose value
-    is a list of the parameters in them, and whose gradient a list of theirs: nothing is put together in memory.
+    `operators`: by the names of the nodes that compute, which operator they belong to. A tile's value is a
+    list of the parameters in it, and the gradient of a pack a list of theirs: nothing is put together in memory.
     `gradients`: by tile, which output of the graph takes a gradient that is kept: autograd leaves it in the parameter's
     `grad`, or adds it to what is there.
     `regions`: by the names of the nodes that stand for several operations, what computes them.
@@ -117,17 +116,19 @@ def bind(
                 continue
             if event.tile in here.tiles and event.kind == "wait":
                 in_place = in_place or bound.call_function(getattr, (run, "values"))
-                copies[node] = bound.call_function(operator.getitem, (in_place, event.tile))
+                value = bound.call_function(operator.getitem, (in_place, event.tile))
+                copies[node] = value if tile.members else bound.call_function(operator.getitem, (value, 0))
                 continue
             method = _METHODS_IN_PLACE.get(event.kind, event.kind) if event.tile in here.tiles else method_of(event)
             if method is None or (method == "passed" and not here.followed):
                 continue
-            method = "wait_for_members" if method == "wait" and event.tile in packs else method
             values = node.args[1:] if node.target in _TAKE_A_VALUE else ()
             values = node.args if node.target is ops.offload_activation else values
             values = fx.map_arg(values, copies.__getitem__)
             options: dict[str, Any] = {} if event.offset is None else {"offset": event.offset}
             copies[node] = bound.call_method(method, (run, event.tile, *values), options)
+            if event.kind == "wait" and not tile.members:
+                copies[node] = bound.call_function(operator.getitem, (copies[node], 0))
         elif node.target is ops.pack:
             continue  # which the run knows by its tile
         elif node.target is ops.member:

@@ -22,11 +22,11 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.activations import ActivationSlots
 from zinf_fx.runtime.execute.anomaly import looks_for_nan
 from zinf_fx.runtime.execute.binding import Here, bind, prologue_fetches
-from zinf_fx.runtime.execute.flying import FlyingTile, Values
 from zinf_fx.runtime.execute.inductor import CompiledRegion
 from zinf_fx.runtime.execute.inputs import Inputs, SettledValues
 from zinf_fx.runtime.execute.order import CollectiveOrder
-from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.execute.tile_cache import TileCache
+from zinf_fx.runtime.execute.tiles import InFlightTile
 from zinf_fx.runtime.finalizers import run_interrupted_finalizers
 from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
 from zinf_fx.runtime.memory.device import CPU, Device
@@ -34,8 +34,8 @@ from zinf_fx.runtime.memory.process import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import blocks
 
@@ -51,8 +51,8 @@ class Stage:
 
     def __init__(self) -> None:
         self._successor: weakref.ref[Stage] | None = None
-        self.anticipated: list[FlyingTile] = []
-        weakref.finalize(self, EXECUTOR.staging.leave, self.anticipated).atexit = False
+        self.anticipated: list[InFlightTile] = []
+        weakref.finalize(self, EXECUTOR.tiles.leave, self.anticipated).atexit = False
 
     @property
     def successor(self) -> Stage | None:
@@ -63,7 +63,7 @@ class Stage:
     def successor(self, stage: Stage) -> None:
         self._successor = weakref.ref(stage)
 
-    def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
+    def head_tiles(self) -> list[tuple[StoredTile, Tile, int | None]]:
         """What the stage fetches first, as far as its last run tells: from where, and to which offset."""
         return []
 
@@ -136,7 +136,7 @@ class Program(Stage):
             members = (member for tile in self.inputs.parameters for member in storages[tile].members)
             followed = {member for member in members if member.gradient.followed}
         if not same:
-            EXECUTOR.staging.drop_staying()
+            EXECUTOR.tiles.drop_staying()
         searches_for_nan = self.schedule.kind == "backward" and looks_for_nan()
         asked = bool(followed), searches_for_nan
         here = self._here
@@ -154,7 +154,7 @@ class Program(Stage):
         arguments.reverse()
         try:
             run.await_writes()
-            if not self._order.is_common(storages, EXECUTOR.staging, run.gradients, self.successor is not None):
+            if not self._order.is_common(storages, EXECUTOR.tiles, run.gradients, self.successor is not None):
                 self._successor = None  # this run starts nothing for it
                 EXECUTOR.drop_anticipated()
             assert self._module is not None
@@ -169,27 +169,25 @@ class Program(Stage):
         EXECUTOR.end(self)
         return results
 
-    def _bind_to(self, parameters: Mapping[int, Stored], followed: bool, searches_for_nan: bool) -> None:
+    def _bind_to(self, parameters: Mapping[int, StoredTile], followed: bool, searches_for_nan: bool) -> None:
         """Have the graph for parameters of which some may be where it computes, with no other rank to change them.
         `followed`: whether an optimizer steps in backward; `searches_for_nan`: see `Here`."""
         in_place = {t: s for t, s in parameters.items() if s.in_place and s.ranks.shards == 1}
         with_plain_gradients = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
         plain = frozenset(tile for tile in with_plain_gradients if self.schedule.tiles[tile].rows is None)
         left_alone = plain.intersection(self._left_alone)
-        alone = ((tile, parameters[tile]) for tile in left_alone)
-        kept = frozenset(t for t, s in alone if isinstance(s, TensorStorage) and s.placement.gradients == "device")
+        kept = frozenset(tile for tile in left_alone if parameters[tile].placement.gradients == "device")
         self._here = Here(frozenset(in_place), plain, kept, followed, searches_for_nan)
         if self._here not in self._bound:
-            self._bound[self._here] = bind(*self._graph, self._here, self._packed, self._left_alone, self._regions)
+            self._bound[self._here] = bind(*self._graph, self._here, self._left_alone, self._regions)
         self._module = self._bound[self._here]
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
-        tiles = {tile: self.schedule.tiles[tile] for tile in waits}
-        self.inputs.values = {n: parameters[n].in_its_place(tile) for n, tile in tiles.items()}
+        self.inputs.values = {tile: parameters[tile].values for tile in waits}
         self.moved = [tile for tile in parameters if tile not in in_place]
         first: dict[int, int] = {}  # tile of those that share their tiers
         nbytes: Counter[int] = Counter()
         for tile in waits:
-            nbytes[first.setdefault(id(parameters[tile].tiers), tile)] += tiles[tile].nbytes
+            nbytes[first.setdefault(id(parameters[tile].tiers), tile)] += self.schedule.tiles[tile].nbytes
         self.gathered = list(nbytes.items())
 
     @property
@@ -197,7 +195,7 @@ class Program(Stage):
         """Whether somebody is to know when a run has used a parameter."""
         return self._here is not None and self._here.followed
 
-    def head_tiles(self) -> list[tuple[Stored, Tile, int | None]]:
+    def head_tiles(self) -> list[tuple[StoredTile, Tile, int | None]]:
         found = ((self.inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
         return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
 
@@ -213,16 +211,16 @@ class Executor:
     """
 
     def __init__(self) -> None:
-        self.staging = Staging()
+        self.tiles = TileCache()
         self._previous: weakref.ref[Stage] | None = None
         self._expected: weakref.ref[Stage] | None = None  # the one stage for which tiles were fetched in advance
 
-    def begin(self, stage: Stage, plan: Plan | None = None, storages: Sequence[Stored | None] = ()) -> None:
+    def begin(self, stage: Stage, plan: Plan | None = None, storages: Sequence[StoredTile] = ()) -> None:
         """A stage begins: a graph of `plan`, with tiles of `storages`, or an optimizer's step."""
         if plan is None:
             RECORDER.step_ends()
         else:
-            self.staging.stay_for(plan, storages)
+            self.tiles.stay_for(plan, storages)
         previous = self._previous and self._previous()
         if previous is not None:
             previous.successor = stage
@@ -235,31 +233,31 @@ class Executor:
             for storage, tile, offset in successor.head_tiles():
                 self.anticipate(successor, storage, tile, offset)
 
-    def anticipate(self, stage: Stage, storage: Stored, tile: Tile, offset: int | None) -> None:
+    def anticipate(self, stage: Stage, storage: StoredTile, tile: Tile, offset: int | None) -> None:
         """Fetch a tile that `stage`, expected to come next, will need at its head."""
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
         if not (storage.in_place or any(member.share.stale for member in storage.members)):  # see [Note: order]
-            stage.anticipated.append(self.staging.fetch(storage, tile, offset))
+            stage.anticipated.append(self.tiles.fetch(storage, tile, offset))
 
     def drop_anticipated(self) -> None:
         """Let go of what was fetched in advance; what a running graph holds by now stays."""
         expected, self._expected = self._expected and self._expected(), None
         if expected is not None:
-            self.staging.release_all(expected.anticipated)
+            self.tiles.release_all(expected.anticipated)
 
     @sealed
     def reset(self) -> None:
         """Forget what was expected, waiting for reads under way, so that every buffer is back."""
         self.drop_anticipated()
-        self.staging.drop_staying()
+        self.tiles.drop_staying()
         self._previous = None
         run_interrupted_finalizers()
 
     def _after_fork(self) -> None:
         """A child forgets the tiles, which are its parent's. Nobody in it would release the locks."""
-        self.staging.forget()
+        self.tiles.forget()
         self._previous = self._expected = None
 
 
@@ -274,12 +272,12 @@ class Run:
     upload moves nothing either, and `wait` returns the buffer that the disk wrote into.
     """
 
-    def __init__(self, program: Program, storages: Sequence[Stored], tiers: list[Tiers]) -> None:
+    def __init__(self, program: Program, storages: Sequence[StoredTile], tiers: list[Tiers]) -> None:
         """`storages`: of each tile, in `tiers`; None: of an activation that this run is to offload."""
         self._program = program
         self._tiles = program.schedule.tiles
         self._storages = storages
-        self._held = [storages[tile] for tile in program.moved]  # until the run is over
+        self._held = [storages[tile].members for tile in program.moved]  # until the run is over
         self._tiers = tiers
         # Slots die with the model; of a graph without parameters, with its compiled code.
         self._owner: object = next((storage for storage in storages if storage is not None), program.slots)
@@ -292,7 +290,7 @@ class Run:
         goes_on = program.is_followed or any(used.has_work for used in self._tiers)
         self._working = self._tiers if goes_on else ()
         self._counts_results = holds_little()
-        self._flying: dict[int, FlyingTile] = {}
+        self._in_flight: dict[int, InFlightTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
         self.gradients: LeavingGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
@@ -317,15 +315,15 @@ class Run:
 
     def fetch(self, tile: int, offset: int | None = None) -> None:
         """Start reading a tile."""
-        self._flying[tile] = EXECUTOR.staging.fetch(self._storages[tile], self._tiles[tile], offset)
+        self._in_flight[tile] = EXECUTOR.tiles.fetch(self._storages[tile], self._tiles[tile], offset)
 
     def upload(self, tile: int, offset: int | None = None) -> None:
         """Start copying a tile to the device, behind what is queued there by now."""
-        EXECUTOR.staging.upload(self._storages[tile], self._tiles[tile], offset)
+        EXECUTOR.tiles.upload(self._storages[tile], self._tiles[tile], offset)
 
     def allgather(self, tile: int) -> None:
         """Start to gather the tile's shards, once this rank's is there. One rank holds the whole tile."""
-        EXECUTOR.staging.allgather(self._storages[tile], self._tiles[tile])
+        EXECUTOR.tiles.allgather(self._storages[tile], self._tiles[tile])
 
     def fetch_for_backward(self, tile: int, offset: int | None = None) -> None:
         """Start reading a tile that backward begins with, once it is known that backward follows."""
@@ -339,34 +337,25 @@ class Run:
         if self._program.successor is not None:
             self.allgather(tile)
 
-    def wait(self, tile: int) -> torch.Tensor:
-        """The full tile."""
+    def wait(self, tile: int) -> list[torch.Tensor]:
+        """The parameters of a tile, or the rows of one, in full."""
         with RECORDER.about(self._tiles[tile].label):
-            value = self._flying[tile].wait()
-            assert isinstance(value, torch.Tensor)
-            return value.view(self._tiles[tile].shape)
-
-    def wait_for_members(self, tile: int) -> list[torch.Tensor]:
-        """The parameters of a pack."""
-        with RECORDER.about(self._tiles[tile].label):
-            values = self._flying[tile].wait()
-            assert isinstance(values, list)
-            return values
+            return self._in_flight[tile].wait()
 
     @property
-    def values(self) -> Mapping[int, Values] | SettledValues:
+    def values(self) -> Mapping[int, list[torch.Tensor]] | SettledValues:
         """By tile, the parameters that are where the graph computes."""
         values = self._program.inputs.values
         return SettledValues(values, self._storages) if self._working else values
 
     def release(self, tile: int) -> None:
         """The tile's buffers are free, unless another run holds them, or they were fetched for backward."""
-        EXECUTOR.staging.release(self._flying.pop(tile))
+        EXECUTOR.tiles.release(self._in_flight.pop(tile))
         self.passed(tile)
 
     def keep(self, tile: int) -> None:
         """The graph is done with the tile, which stays in memory until its next fetch."""
-        EXECUTOR.staging.stay(self._flying.pop(tile), self._storages[tile])
+        EXECUTOR.tiles.stay(self._in_flight.pop(tile), self._storages[tile])
         self.passed(tile)
 
     def passed(self, tile: int) -> None:
@@ -400,8 +389,7 @@ class Run:
 
     def write(self, tile: int, value: torch.Tensor, offset: int | None = None) -> None:
         """Move what the graph wrote to a parameter to its tier, through `offset`."""
-        storage = self._storages[tile]
-        assert isinstance(storage, TensorStorage)
+        (storage,) = self._storages[tile].members
         self._set(storage, tile, value, offset)
 
     def _set(self, storage: TensorStorage, tile: int, value: torch.Tensor, offset: int | None) -> None:
@@ -452,11 +440,11 @@ class Run:
     def abort(self, error: BaseException) -> None:
         """After `error`, which gets notes of other failures: drain the reads under way and give every buffer back.
         Half a gradient is none."""
-        flying, self._flying = list(self._flying.values()), {}
+        in_flight, self._in_flight = list(self._in_flight.values()), {}
         try:
             with ExitStack() as remaining:
                 remaining.callback(EXECUTOR.reset)
-                remaining.callback(EXECUTOR.staging.release_all, flying)
+                remaining.callback(EXECUTOR.tiles.release_all, in_flight)
                 self.end_operator(0)
                 RECORDER.step_ends()
                 if self.gradients is not None:

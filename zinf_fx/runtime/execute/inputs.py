@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.runtime.execute.flying import Values
-from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 
@@ -30,15 +29,17 @@ class Found(NamedTuple):
     same: bool
 
 
-class Storages(Sequence["Stored"]):
+class Storages(Sequence["StoredTile"]):
     """Those of a graph's tiles. They are looked up one by one: nothing is done here for tiles that nobody asks for, as
     those that have none, or whose model is gone: it is None, which types don't say."""
 
-    def __init__(self, parameters: Sequence[Callable[[], Stored | None]], activations: Mapping[int, Stored]) -> None:
-        """`parameters`: by tile, where its storage is found. `activations`: the storages of those."""
+    def __init__(
+        self, parameters: Sequence[Callable[[], StoredTile | None]], activations: Mapping[int, StoredTile]
+    ) -> None:
+        """`parameters`: by tile, where it is found if it is of parameters. `activations`: the others."""
         self._parameters, self._activations = parameters, activations
 
-    def __getitem__(self, tile: int) -> Stored:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
+    def __getitem__(self, tile: int) -> StoredTile:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
         return self._parameters[tile]() or self._activations.get(tile)  # pyright: ignore[reportReturnType]
 
     def __len__(self) -> int:
@@ -61,15 +62,16 @@ class Inputs:
     ) -> None:
         """`positions`: by tile, where its token is among the inputs; None: it has none there. `packed`: by the tile of
         a pack, where the tokens of its parameters are."""
-        self._tiles, self._packed = tiles, packed
+        self._tiles = tiles
         given = {tile: position for tile, position in enumerate(positions) if position is not None}
         self._activations = {tile: position for tile, position in given.items() if tiles[tile].activation}
-        self._alone = {tile: position for tile, position in given.items() if not tiles[tile].activation}
-        self.parameters = sorted([*self._alone, *packed])
-        self._positions = [*self._alone.values(), *(position for several in packed.values() for position in several)]
-        self.values: Mapping[int, Values] = {}
+        alone = {tile: [position] for tile, position in given.items() if not tiles[tile].activation}
+        self._members: dict[int, Sequence[int]] = dict(sorted({**alone, **packed}.items()))
+        self.parameters = list(self._members)
+        self._positions = [position for positions in self._members.values() for position in positions]
+        self.values: Mapping[int, list[torch.Tensor]] = {}
         self._tokens: list[torch.Tensor] | None = None  # of the last call
-        self._last: list[Callable[[], Stored | None]] = [_nothing] * len(tiles)  # by tile, of parameters
+        self._last: list[Callable[[], StoredTile | None]] = [_nothing] * len(tiles)  # by tile, of parameters
         self._tiers: list[weakref.ref[Tiers]] = []  # in which these live
         mine = weakref.ref(self)
 
@@ -90,33 +92,30 @@ class Inputs:
             references = {t: weakref.ref(one, self._forget) for t, one in zip(self.parameters, parameters, strict=True)}
             self._tokens, self._last = tokens, [references.get(tile, _nothing) for tile in range(len(self._last))]
             self._tiers = list(map(weakref.ref, dict.fromkeys(storage.tiers for storage in parameters)))
-        activations = {tile: TensorStorage.of_token(arguments[p]) for tile, p in self._activations.items()}
+        activations = {tile: self._stored(arguments, tile, [p]) for tile, p in self._activations.items()}
         tiers = dict.fromkeys(alive for reference in self._tiers if (alive := reference()) is not None)
         tiers |= dict.fromkeys(storage.tiers for storage in activations.values())
         return Found(Storages(self._last, activations), list(tiers), same)
 
-    def last(self, tile: int) -> Stored | None:
+    def last(self, tile: int) -> StoredTile | None:
         """The storage of a parameter of the last call, if there was one, and it is alive."""
         return self._last[tile]()
 
-    def _resolved(self, arguments: Sequence[Any]) -> list[Stored]:
-        found: dict[int, Stored] = {
-            tile: TensorStorage.of_token(arguments[position]) for tile, position in self._alone.items()
-        }
-        for tile, positions in self._packed.items():
-            members = [TensorStorage.of_token(arguments[position]) for position in positions]
-            found[tile] = Pack.of(members, self._tiles[tile])
-        return [found[tile] for tile in self.parameters]
+    def _resolved(self, arguments: Sequence[Any]) -> list[StoredTile]:
+        return [self._stored(arguments, tile, positions) for tile, positions in self._members.items()]
+
+    def _stored(self, arguments: Sequence[Any], tile: int, positions: Sequence[int]) -> StoredTile:
+        return StoredTile.of([TensorStorage.of_token(arguments[p]) for p in positions], self._tiles[tile])
 
 
 class SettledValues:
     """Parameters that are where the graph computes, each once nothing in the background is about to change it."""
 
-    def __init__(self, values: Mapping[int, Values], storages: Sequence[Stored]) -> None:
+    def __init__(self, values: Mapping[int, list[torch.Tensor]], storages: Sequence[StoredTile]) -> None:
         """Both by tile."""
         self._values, self._storages = values, storages
 
-    def __getitem__(self, tile: int) -> Values:
+    def __getitem__(self, tile: int) -> list[torch.Tensor]:
         storage = self._storages[tile]
         if storage.tiers.background is not None:
             storage.settled()

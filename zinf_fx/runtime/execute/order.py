@@ -27,12 +27,12 @@ from zinf_fx.errors import RanksError
 from zinf_fx.plan.collectives import collectives_in, common_to_ranks
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
-from zinf_fx.runtime.execute.flying import TileState
-from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.execute.tile_cache import TileCache
+from zinf_fx.runtime.execute.tiles import TileState
 from zinf_fx.runtime.gradients.leaving import LeavingGradients
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.pack import Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 _SHOWN = 160  # characters of a line that an error shows
 _UNSHOWN = "what has the same description"
@@ -68,8 +68,8 @@ class CollectiveOrder:
 
     def is_common(
         self,
-        storages: Sequence[Stored],
-        staging: Staging,
+        storages: Sequence[StoredTile],
+        cache: TileCache,
         gradients: LeavingGradients | None,
         has_successor: bool,
     ) -> bool:
@@ -89,9 +89,9 @@ class CollectiveOrder:
         reduced = {} if gradients is None else {tile: gradients.reduced_now(tile) for tile in self._reduced}
         takes_over = is_first and any(not member.share.agreed for _, member in self._replicas(storages))
         # Of those here, nothing is started again.
-        here = [staging.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
+        here = [cache.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
         gathered = [tile is not None and tile.state is TileState.GATHERED for tile in here]
-        gathered += [staging.present(storages[tile], self._schedule.tiles[tile]) is not None for tile in stale]
+        gathered += [cache.present(storages[tile], self._schedule.tiles[tile]) is not None for tile in stale]
         expects = has_successor and self._schedule.kind == "forward"
         refreshes = [(self._names_numbers[tile], of_members) for tile, of_members in stale.items()]
         numbers = [_number(self._digest, refreshes, list(reduced.values())), _number(gathered, takes_over, expects)]
@@ -105,7 +105,7 @@ class CollectiveOrder:
             if takes_over or not same_state:
                 self._take_over(ranks, storages)
         if not common:
-            staging.drop_staying()
+            cache.drop_staying()
         return common
 
     @cached_property
@@ -114,12 +114,12 @@ class CollectiveOrder:
         besides that are never stale."""
         return {tile: _number(_names(self._schedule.tiles[tile])) for tile in self._refreshed}
 
-    def _replicas(self, storages: Sequence[Stored]) -> Iterator[tuple[str, TensorStorage]]:
+    def _replicas(self, storages: Sequence[StoredTile]) -> Iterator[tuple[str, TensorStorage]]:
         """The parameters that several ranks have the same elements of, with their names."""
         for tile in self._replicated:
             yield from zip(_names(self._schedule.tiles[tile]), storages[tile].members, strict=True)
 
-    def _take_over(self, ranks: Ranks, storages: Sequence[Stored]) -> None:
+    def _take_over(self, ranks: Ranks, storages: Sequence[StoredTile]) -> None:
         """Of the replicas that all ranks use in this graph, those that eager code wrote to, on any of them, become the
         first rank's."""
         replicas = {name: member for name, member in self._replicas(storages) if member.ranks is ranks}

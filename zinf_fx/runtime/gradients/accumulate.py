@@ -25,10 +25,10 @@ from zinf_fx.runtime.gradients.spaces import beside_again, beside_of, free_space
 from zinf_fx.runtime.tensor.arrival import implement_arrival
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
-from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 aten = torch.ops.aten
 
@@ -163,7 +163,7 @@ def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduce
 
 @torch.no_grad()
 def accumulate_side_by_side(
-    pack: Pack,
+    pack: StoredTile,
     parameters: Sequence[StoredTensor],
     gradients: Sequence[torch.Tensor | ReducedMember],
     offset: int | None,
@@ -306,7 +306,7 @@ def addends_of(parameter: StoredTensor, start: int, count: int) -> Addends | Non
     return Addends(grad.storage.bytes, held[0].start, sum(map(len, held)))
 
 
-def addends_of_pack(pack: Pack, parameters: Sequence[StoredTensor]) -> Addends | None:
+def addends_of_pack(pack: StoredTile, parameters: Sequence[StoredTensor]) -> Addends | None:
     """As `addends_of`, of all parameters of a pack, whose gradients lie side by side."""
     grads = [parameter.grad for parameter in parameters]
     if not all(isinstance(grad, StoredTensor) and not grad.views for grad in grads):

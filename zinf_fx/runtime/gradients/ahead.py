@@ -11,7 +11,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule
 from zinf_fx.runtime.gradients.accumulate import Addends
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
-from zinf_fx.runtime.tensor.pack import Stored
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RoomsAhead:
 class GradientsAhead:
     """Of one run of a backward graph: what gradients are to be added to is read while operators compute."""
 
-    def __init__(self, rooms: RoomsAhead, storages: Sequence[Stored]) -> None:
+    def __init__(self, rooms: RoomsAhead, storages: Sequence[StoredTile]) -> None:
         """`storages`: of each tile."""
         self._rooms, self._storages = rooms, storages
         self._count = 0  # of gradients that left

@@ -34,9 +34,9 @@ from zinf_fx.runtime.gradients.plain import leave_copies, noted
 from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
 from zinf_fx.runtime.tensor.gradient_state import GradientConsumer, GradientState
-from zinf_fx.runtime.tensor.pack import Pack, Stored
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 
 class Departures:
@@ -64,7 +64,7 @@ class LeavingGradients:
         self,
         plan: Plan,
         tiles: Sequence[Tile],
-        storages: Sequence[Stored],
+        storages: Sequence[StoredTile],
         departures: Departures,
         followed: bool,
     ) -> None:
@@ -128,7 +128,7 @@ class LeavingGradients:
             if planned.members:
                 self._accumulate_pack(storage, tile, shard, offset)
             else:
-                self._accumulate(storage, tile, shard, offset)
+                self._accumulate(*storage.members, tile, shard, offset)
         if planned.gradient_tier == "nvme":
             self._ahead.has_left(self._addends_of)
         if tile in self._last_uses:
@@ -140,14 +140,14 @@ class LeavingGradients:
         a gradient, or it lives somewhere else in the device's memory."""
         found = []
         for tile, gradient in zip(tiles, gradients, strict=True):
-            storage = self._storages[tile]
+            (storage,) = self._storages[tile].members
             parameter = self._taking(storage, self._tiles[tile].name)
             if parameter is not None:
                 found.append((parameter, storage, gradient))
         if RECORDER.log is None:
             leave_copies(found)
             return
-        labels = {id(self._storages[tile]): self._tiles[tile].label for tile in tiles}
+        labels = {id(*self._storages[tile].members): self._tiles[tile].label for tile in tiles}
         for one in found:
             _, storage, gradient = one
             with RECORDER.about(labels[id(storage)], GRADIENT), noted(storage, gradient.nbytes):
@@ -260,7 +260,7 @@ class LeavingGradients:
         return addends_of(parameters[0], planned.start, planned.numel)
 
     def _accumulate_pack(
-        self, pack: Pack, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
+        self, pack: StoredTile, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
     ) -> None:
         planned = self._tiles[tile]
         found = [
@@ -295,7 +295,7 @@ class LeavingGradients:
         for consumer in {parameter.storage.gradient.consumer for parameter in parameters} - {None}:
             consumer.make_room(whole)
 
-    def _limit_writes(self, storage: Stored, tile: int) -> None:
+    def _limit_writes(self, storage: StoredTile | TensorStorage, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
         if self._tiles[tile].gradient_tier == "nvme":
             nbytes = gradient_buffer_bytes(self._tiles[tile], self._plan.stage)

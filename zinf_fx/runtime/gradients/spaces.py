@@ -14,10 +14,10 @@ import torch
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.tensor.gradient_state import GradientState
-from zinf_fx.runtime.tensor.pack import Pack
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
 _nobodys: GradientState[object] = GradientState(space=object())
 # References to a space that only a `GradientState` has, as `sys.getrefcount` counts them in this Python.
@@ -113,7 +113,7 @@ class Beside:
         self.cut = CachedViews(parts, [gradient.shape for gradient in gradients])
 
 
-def new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]:
+def new_spaces(pack: StoredTile, dtype: torch.dtype) -> Sequence[TensorStorage | None]:
     """For gradients of all parameters of a pack, which have none: what is reserved on disk if it is free, or memory."""
     storages = pack.members
     if storages[0].placement.gradients == "nvme":
@@ -126,13 +126,13 @@ def new_spaces(pack: Pack, dtype: torch.dtype) -> Sequence[TensorStorage | None]
     return [space for _, space in sorted(zip(pack.order, made, strict=True), key=itemgetter(0))]
 
 
-def beside_again(pack: Pack, spaces: Sequence[TensorStorage]) -> Beside | None:
+def beside_again(pack: StoredTile, spaces: Sequence[TensorStorage]) -> Beside | None:
     """What `beside_of` found, if the gradients live where those of this pack lived last."""
     known = _BESIDE.get(pack)
     return known[1] if known is not None and known[0] == tuple(space.key for space in spaces) else None
 
 
-def beside_of(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[torch.Tensor]) -> Beside | None:
+def beside_of(pack: StoredTile, spaces: Sequence[TensorStorage], gradients: Sequence[torch.Tensor]) -> Beside | None:
     """For the gradients of all parameters, by where they live; None: not side by side. Found once for the same."""
     if (known := beside_again(pack, spaces)) is not None:
         return known
@@ -146,7 +146,7 @@ def beside_of(pack: Pack, spaces: Sequence[TensorStorage], gradients: Sequence[t
     return beside
 
 
-_BESIDE: weakref.WeakKeyDictionary[Pack, tuple[tuple[int, ...], Beside]] = weakref.WeakKeyDictionary()
+_BESIDE: weakref.WeakKeyDictionary[StoredTile, tuple[tuple[int, ...], Beside]] = weakref.WeakKeyDictionary()
 """By pack, the space of its gradients that was used last, and the keys of what is in it."""
 
 

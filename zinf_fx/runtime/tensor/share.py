@@ -43,7 +43,7 @@ class Share:
         self.partitioned = partitioned and ranks.shards > 1
         self.held = self.shards.held_by(ranks.shard) if self.partitioned else numel
         self.stale = False
-        self.refreshing: Refresh | PackRefresh | None = None
+        self.refreshing: Refresh | None = None
         self.agreed = True
         self.unreduced = False
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
@@ -58,6 +58,15 @@ class Share:
     def position(self, element: int) -> int:
         """Where an element of the tensor is among those held."""
         return self.shards.position(self.ranks.shard, element) if self.partitioned else element
+
+    def held_of(self, start: int, count: int) -> range:
+        """Where so many elements of the tensor from `start` on are among those held, with padding: whole segments of a
+        partitioned one."""
+        if not self.partitioned:
+            return range(start, start + count)
+        segments = self.shards.within(start, count)
+        first = segments[0].held_by(self.ranks.shard).start
+        return range(first, first + sum(len(segment.held_by(self.ranks.shard)) for segment in segments))
 
     @property
     def in_shares(self) -> bool:
@@ -104,51 +113,45 @@ class Share:
 
 
 class Refresh:
-    """Fills memory that has elements of all shares with those that other ranks updated."""
+    """Fills memory that has elements of all shards with those that other ranks updated.
 
-    def __init__(self, share: Share, elements: torch.Tensor, name: str) -> None:
-        """Start to gather them. `name`: for errors."""
+    The shares of several tensors, of one segment each, are gathered in one collective; of one, those of each segment by
+    itself, to where they live.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
+        """Start to gather the elements of each tensor, by its share. `name`: for errors."""
         self._collectives: list[Collective] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a segment with padding, which has no room there
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of what is gathered somewhere else
+        if len(tensors) > 1:
+            self._gather_together(tensors, name)
+            return
+        ((share, elements),) = tensors
         for one in share.shards.segments:
             own = one.of_rank(share.ranks.shard)
             mine, full = elements[own.start : own.stop], elements[one.start : one.start + one.count]
-            if one.padded > one.count:
+            if one.padded > one.count:  # which has no room there
                 mine, target, full = _padded(mine, one.shard), full, elements.new_empty(one.padded)
-                self._copies.append((target, full))
+                self._copies.append((target, full[: one.count]))
             self._collectives.append(share.ranks.all_gather(full, mine, name, one.owner))
+
+    def _gather_together(self, tensors: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
+        ranks = tensors[0][0].ranks
+        *starts, end = accumulate((share.shards.size for share, _ in tensors), initial=0)
+        full = tensors[0][1].new_empty(ranks.shards, end)
+        for (share, elements), start in zip(tensors, starts, strict=True):
+            (own,) = share.own
+            full[ranks.shard, start : start + len(own)].copy_(elements[own.start : own.stop])
+            self._copies += by_ranks(elements, full[:, start : start + share.shards.size])
+        self._collectives.append(ranks.all_gather(full.view(-1), full[ranks.shard], name))
 
     def wait(self) -> None:
         """Return when every share is there."""
         for collective in self._collectives:
             collective.wait()
-        while self._copies:
-            target, full = self._copies.pop()
-            target.copy_(full[: target.numel()])
-
-
-class PackRefresh:
-    """As `Refresh`, for several tensors of one segment each, in one collective."""
-
-    def __init__(self, several: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
-        """Start to gather the elements of each, by its share. `name`: for errors."""
-        shares = [share for share, _ in several]
-        ranks, rank = shares[0].ranks, shares[0].ranks.shard
-        *starts, end = accumulate((share.shards.size for share in shares), initial=0)
-        self._full: torch.Tensor | None = several[0][1].new_empty(ranks.shards, end)
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for (share, elements), start in zip(several, starts, strict=True):
-            (own,) = share.own
-            self._full[rank, start : start + len(own)].copy_(elements[own.start : own.stop])
-            self._copies += by_ranks(elements, self._full[:, start : start + share.shards.size])
-        self._collective = ranks.all_gather(self._full.view(-1), self._full[rank], name)
-
-    def wait(self) -> None:
-        """Return when every share is there."""
-        self._collective.wait()
         if self._copies:
             torch._foreach_copy_([target for target, _ in self._copies], [gathered for _, gathered in self._copies])
-            self._copies, self._full = [], None
+            self._copies = []
 
 
 def by_ranks(elements: torch.Tensor, shards: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

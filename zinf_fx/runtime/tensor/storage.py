@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import torch
@@ -17,19 +19,21 @@ from zinf_fx.compat.huggingface_hub import token_with_size
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.device import CPU, Device
-from zinf_fx.runtime.memory.host import aligned_empty
+from zinf_fx.runtime.memory.host import aligned_empty, memory_of_file, octets
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.gradient_state import GradientState
 from zinf_fx.runtime.tensor.share import Refresh, Share
-from zinf_fx.runtime.tensor.spill import SMALLEST, spilled
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import pieces_of
+
+SPILLED_FROM = 1 << 20
+"""Bytes of a value that is worth a file of its own."""
 
 _keys = itertools.count(1)
 
@@ -147,19 +151,9 @@ class TensorStorage:
         return tiers
 
     @property
-    def members(self) -> tuple[TensorStorage, ...]:
-        """This, as the only one in a pack."""
-        return (self,)
-
-    @property
     def ranks(self) -> Ranks:
         """Those that train the model, this one among them."""
         return self.share.ranks
-
-    @property
-    def version(self) -> int:
-        """How often anything was written where it lives."""
-        return self.bytes.allocation.version
 
     @property
     def placement(self) -> Placement:
@@ -195,10 +189,6 @@ class TensorStorage:
         """Whether a gradient that autograd leaves in the parameter's `grad` is where it is to be, and nobody waits for
         it."""
         return self.has_plain_gradient and self.placement.gradients == "device" and not self.gradient.followed
-
-    def in_its_place(self, planned: Tile) -> torch.Tensor:
-        """What a graph computes with of a tensor that is in place, which `planned` is a tile of."""
-        return self.part(planned.start, planned.shape)
 
     def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
@@ -302,18 +292,14 @@ class TensorStorage:
     def refreshed(self) -> StoredBytes:
         """The bytes, once they are final, with the shares that other ranks updated among them."""
         held = self.settled()
-        return held if self.begin_refresh() is None else self.settled()
+        return self.settled() if self.begin_refresh() else held
 
-    def begin_refresh(self) -> Refresh | None:
+    def begin_refresh(self) -> list[Refresh]:
         """If the bytes are stale, start to gather the shares that other ranks updated; what is under way, if anything.
 
         Whoever looks at the bytes waits for it.
         """
-        if self.share.stale:
-            self.share.stale = False
-            with RECORDER.about(kinds=REFRESH):
-                self.share.refreshing = Refresh(self.share, self.bytes.in_memory, self.name)
-        return self.share.refreshing
+        return begin_refresh([self], self.name)
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -351,7 +337,7 @@ class TensorStorage:
     @property
     def spills(self) -> bool:
         """Whether who saves the value is to have it in a file that is mapped."""
-        return self.tier == "nvme" and self.device.in_host_memory and self.numel * self.dtype.itemsize >= SMALLEST
+        return self.tier == "nvme" and self.device.in_host_memory and self.numel * self.dtype.itemsize >= SPILLED_FROM
 
     @held_back
     def spilled(self) -> torch.Tensor:
@@ -401,6 +387,47 @@ def _new_group(
         made.append(storage := TensorStorage(tiers, tier, *how, at=(allocation, member)))
         storage.share.part_of = like.share.part_of
     return made
+
+
+def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]:
+    """As `TensorStorage.begin_refresh`, for several in one collective."""
+    stale = [storage for storage in storages if storage.share.stale]
+    if stale:
+        for storage in stale:
+            storage.share.stale = False
+        with RECORDER.about(kinds=REFRESH):
+            refresh = Refresh([(storage.share, storage.bytes.in_memory) for storage in stale], name)
+        for storage in stale:
+            storage.share.refreshing = refresh
+    return list(dict.fromkeys(one.share.refreshing for one in storages if one.share.refreshing is not None))
+
+
+def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
+    """All elements, flat, in the memory of a file without a name in `directory`, which ends with the tensor.
+
+    It is for code that wants the address of a large value. Libraries that save a model hold the values of many tensors
+    at a time. In memory of their own, these would take as much as the model. In a file that is mapped, the system
+    writes pages to the disk, and drops them, when it is short.
+
+    Raises: StoreError where there is no room for it.
+    """
+    memory = memory_of_file(directory, value.nbytes)
+    start = 0
+    for piece in _pieces(value) if isinstance(value, StoredBytes) else [value]:
+        memory[start : start + piece.nbytes] = octets(piece)
+        start += piece.nbytes
+    memory.madvise(mmap.MADV_DONTNEED)  # what was written is in the file
+    return torch.frombuffer(memory, dtype=value.dtype)
+
+
+def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
+    """All elements in order; each piece is valid until the next is asked for."""
+    for part in pieces_of(range(held.count), held.dtype.itemsize):
+        window = held.window(part.start, len(part)).read_only()
+        try:
+            yield window.wait()
+        finally:
+            window.close()
 
 
 @torch.library.impl(ops.gather.name(), "CompositeExplicitAutograd")

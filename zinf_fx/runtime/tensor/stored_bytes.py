@@ -265,5 +265,7 @@ def runs_of(several: Sequence[StoredBytes]) -> list[list[int]]:
 
 def side_by_side(run: Sequence[StoredBytes]) -> StoredBytes:
     """The bytes of a run of members, in their order."""
+    if len(run) == 1:
+        return run[0]
     members = range(run[0].members.start, run[-1].members.stop)
     return StoredBytes(run[0].allocation, members, tuple(token for held in run for token in held.tokens))

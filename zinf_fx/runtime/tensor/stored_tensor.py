@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -25,11 +26,10 @@ from zinf_fx import ops
 from zinf_fx.cycles import collect_given_up_captures
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
+from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.memory.device import check_device
-from zinf_fx.runtime.tensor import view_writes
+from zinf_fx.runtime.memory.device import check_device, device_of
 from zinf_fx.runtime.tensor.arrival import take_gradient
-from zinf_fx.runtime.tensor.copies import stored_again
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.eager_reads import note_eager_read
 from zinf_fx.runtime.tensor.operations import (
@@ -37,23 +37,34 @@ from zinf_fx.runtime.tensor.operations import (
     HORIZONTAL,
     SAME_VALUE,
     decodes,
+    foreach,
     in_autocast,
     is_view,
+    mutated_arguments,
     needs_no_value,
+    write,
 )
-from zinf_fx.runtime.tensor.outside import Exported
-from zinf_fx.runtime.tensor.quantised import Quantised, check_trainable
-from zinf_fx.runtime.tensor.spill import spilled
-from zinf_fx.runtime.tensor.storage import TensorStorage
-from zinf_fx.runtime.tensor.views import Base, Kind, ViewStep, replayed, without_values
-from zinf_fx.runtime.tensor.writes import foreach, mutated_arguments, write
+from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
+from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
+from zinf_fx.runtime.tensor.views import (
+    Base,
+    Kind,
+    ViewStep,
+    memory_of,
+    note_gathered,
+    replayed,
+    without_values,
+)
+
+if TYPE_CHECKING:
+    import numpy
 
 aten = torch.ops.aten
 
 T = TypeVar("T", bound=torch.Tensor)
 
 
-class StoredTensor(Checkpointable, Exported, torch.Tensor):
+class StoredTensor(Checkpointable, torch.Tensor):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
     token: torch.Tensor
@@ -326,6 +337,49 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
         return bool(before) or bool(after and list(after.values()) != [take_gradient])
 
+    # What code outside of PyTorch asks a tensor for.
+
+    def data_ptr(self) -> int:
+        """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
+
+        It is gathered for that, and kept as long as this object; what is written there doesn't reach the store. Tensors
+        of one storage share the memory.
+        """
+        if self.captured:
+            return super().data_ptr()
+        with torch.no_grad():
+            whole = self.storage.snapshot()
+            value = self.replayed(whole.view(self.base.shape))
+        self._in_memory = whole, memory_of(whole, value)
+        return value.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save copies it.
+        One without bytes where nobody asked for an address."""
+        held = self.__dict__.get("_in_memory")
+        return super().untyped_storage() if held is None else held[1]
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray:
+        """As of any tensor, of a copy of the value: what is written there doesn't reach the store."""
+        return self.full_tensor().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> object:
+        """As of any tensor."""
+        return self.full_tensor().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """As of any tensor: one without dimensions is formatted as a number."""
+        return format(self.item(), spec) if self.dim() == 0 and not self.captured else super().__format__(spec)
+
+    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StoredTensorError(
+            f"a stored tensor of shape {tuple(self.shape)} has no memory of its own that could be shared or changed "
+            "from outside PyTorch: use full_tensor(), or zinf_fx.gathered() with modify=True"
+        )
+
+    # PyTorch would go through the address of the first element, which is null.
+    apply_ = share_memory_ = __dlpack__ = _has_no_memory
+
     @property
     def parameter(self) -> StoredTensor:
         """What stands for this where zinf works on parameters: see [Note: DTensor parameters]."""
@@ -357,7 +411,7 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
         self.expect_gradient()
         if self.captured:
-            view_writes.note_gathered(self)
+            note_gathered(self)
         return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
@@ -403,6 +457,44 @@ class StoredTensor(Checkpointable, Exported, torch.Tensor):
         check_device(target, "this stored tensor")
         collect_given_up_captures()
         return self._handed_on(stored_again(self, dtype, target))
+
+
+@held_back
+def stored_again(tensor: T, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> T:
+    """A new stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
+    the same, and give values of `dtype`."""
+    storage, share, target = tensor.storage, tensor.storage.share, device_of(device)
+    quantised = Quantised.of(tensor.views)
+    if quantised is not None and tensor.views == quantised.steps(tensor.shape) and value is None:
+        quantised = quantised._replace(dtype=dtype)
+        form, shape, shards = Form(tensor.base.shape, tensor.base.dtype, quantised), tensor.shape, share.shards
+        source = storage.value()
+    else:
+        shape = tensor.shape if value is None else value.shape
+        form, shards = Form(shape, dtype), share.shards
+        if dtype != tensor.base.dtype or tensor.views or value is not None:
+            shards = shards_of(shape, dtype, share.ranks.shards, storage.config, shards.owner)
+        source = tensor.gathered() if value is None else value
+    how = (form.numel, form.dtype, target, share.ranks, share.partitioned, shards)
+    twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
+    twin.set(source)
+    twin.share.take_state(share)
+    twin.label = storage.label
+    return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
+
+
+def stored_as(tensor: T, quantised: Quantised) -> T:
+    """A new stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
+
+    Raises: StoreError when there is no room.
+    """
+    storage, share = tensor.storage, tensor.storage.share
+    shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
+    shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
+    how = (math.prod(shape), dtype, device_of(tensor.device), share.ranks, share.partitioned, shards)
+    twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
+    twin.label = storage.label
+    return type(tensor).of(twin, tensor.shape, tensor.device, quantised=quantised)
 
 
 def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> None:

@@ -13,10 +13,11 @@ import torch
 from zinf_fx.errors import RanksError
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.execute.executor import EXECUTOR, Run
-from zinf_fx.runtime.execute.flying import FORSAKEN, GatheredTile
-from zinf_fx.runtime.execute.staging import Staging
+from zinf_fx.runtime.execute.tile_cache import TileCache
+from zinf_fx.runtime.execute.tiles import FORSAKEN, GatheredTile
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.transfers import Counters
+from zinf_fx.runtime.ranks import ALONE
 
 PLANNED = Tile("w", (4,), torch.float32, "nvme", None)
 
@@ -41,7 +42,7 @@ class Alone(GatheredTile):
 
 def test_memory_that_nothing_was_gathered_to_is_no_value() -> None:
     """Of several that hold a tile, each finds out that its collectives don't begin."""
-    storage = SimpleNamespace(key=1, version=0, device=CPU, tiers=SimpleNamespace(counters=Counters()))
+    storage = SimpleNamespace(key=1, version=0, device=CPU, ranks=ALONE, tiers=SimpleNamespace(counters=Counters()))
     tile = Alone(storage, PLANNED)
     for ask in (lambda: tile.allgather("w"), tile.wait, tile.wait):
         with pytest.raises(RanksError, match="w is alone"):
@@ -69,7 +70,7 @@ class Halfway(Alone):
 
 
 def test_a_tile_is_left_to_a_collective_that_failed_where_the_next_one_could_not_begin() -> None:
-    storage = SimpleNamespace(key=1, version=0, device=CPU, tiers=SimpleNamespace(counters=Counters()))
+    storage = SimpleNamespace(key=1, version=0, device=CPU, ranks=ALONE, tiers=SimpleNamespace(counters=Counters()))
     tile = Halfway(storage, PLANNED)
     with pytest.raises(RanksError, match="w is alone"):
         tile.wait()
@@ -83,13 +84,13 @@ class Storage:
     key = 1
 
 
-class Flying:
+class InFlight:
     """A tile that somebody holds."""
 
     version = 0
 
     def __init__(self) -> None:
-        self.key, self.holds, self.closed = (Storage.key, 0, 4), 1, False
+        self.key, self.references, self.closed = (Storage.key, 0, 4), 1, False
 
     def follow(self, storage: Storage) -> None:
         pass
@@ -103,25 +104,25 @@ class Flying:
 
 def test_a_storage_may_go_in_a_thread_that_whoever_has_the_lock_waits_for() -> None:
     """As in that of the optimizer, where the garbage collector runs, while a fetch waits for room."""
-    staging, tile, other, storages = Staging(), Flying(), Flying(), [Storage()]
-    staging.stay(tile, storages[0])
+    cache, tile, other, storages = TileCache(), InFlight(), InFlight(), [Storage()]
+    cache.stay(tile, storages[0])
     thread = threading.Thread(target=storages.clear, daemon=True)
-    with staging._lock:
+    with cache._lock:
         thread.start()
         thread.join(timeout=60)
         assert not thread.is_alive() and not tile.closed
-    staging.release(other)
+    cache.release(other)
     assert tile.closed and other.closed
 
 
 def test_what_a_storage_that_is_gone_left_in_memory_goes_at_once() -> None:
-    staging, tile, storages = Staging(), Flying(), [Storage()]
-    staging.stay(tile, storages[0])
+    cache, tile, storages = TileCache(), InFlight(), [Storage()]
+    cache.stay(tile, storages[0])
     storages.clear()
     assert tile.closed
 
 
-class Seen(Flying):
+class Seen(InFlight):
     """Something else happens where the tile is looked at."""
 
     def __init__(self, event: Callable[[Seen], None]) -> None:
@@ -136,14 +137,14 @@ class Seen(Flying):
 
 def test_a_stage_may_go_while_its_tile_is_fetched() -> None:
     """In the thread that fetches, where the garbage collector runs. Nobody else holds the tile."""
-    staging, storage = Staging(), SimpleNamespace(key=Storage.key, version=0, settled=lambda: None)
-    tile, other = (Seen(lambda seen: staging.leave([seen])) for _ in range(2))
-    staging._tiles[tile.key] = tile
-    assert staging.fetch(storage, PLANNED, None) is tile and not tile.closed
-    staging.release(tile)
+    cache, storage = TileCache(), SimpleNamespace(key=Storage.key, version=0, settled=lambda: None)
+    tile, other = (Seen(lambda seen: cache.leave([seen])) for _ in range(2))
+    cache._tiles[tile.key] = tile
+    assert cache.fetch(storage, PLANNED, None) is tile and not tile.closed
+    cache.release(tile)
     assert tile.closed
-    staging._tiles[other.key] = other
-    staging.upload(storage, PLANNED, None)
+    cache._tiles[other.key] = other
+    cache.upload(storage, PLANNED, None)
     assert other.closed
 
 
@@ -152,7 +153,7 @@ def test_what_another_thread_leaves_while_a_tile_is_fetched_goes_at_once(version
     """Before a tile is read again, whose place in memory it may have."""
 
     def leave(_: Seen) -> None:
-        thread = threading.Thread(target=staging.leave, args=([left],), daemon=True)
+        thread = threading.Thread(target=cache.leave, args=([left],), daemon=True)
         thread.start()
         thread.join(timeout=60)
         assert not thread.is_alive() and not left.closed
@@ -161,17 +162,17 @@ def test_what_another_thread_leaves_while_a_tile_is_fetched_goes_at_once(version
         assert left.closed
         raise RanksError("so far")
 
-    staging, left, tile = Staging(), Flying(), Seen(leave)
-    staging._tiles[tile.key] = tile
-    tiers, share = SimpleNamespace(counters=Counters()), SimpleNamespace(partitioned=False)
-    whole = {"settled": lambda: None, "begin_refresh": read, "tiers": tiers, "share": share}
+    cache, left, tile = TileCache(), InFlight(), Seen(leave)
+    cache._tiles[tile.key] = tile
+    tiers = SimpleNamespace(counters=Counters())
+    whole = {"settled": lambda: None, "begin_refresh": read, "tiers": tiers, "partitioned": False}
     storage = SimpleNamespace(key=Storage.key, version=version, **whole)
     with pytest.raises(RanksError, match="so far") if version else nullcontext():
-        staging.fetch(storage, PLANNED, None)
+        cache.fetch(storage, PLANNED, None)
     assert left.closed
 
 
-class Broken(Flying):
+class Broken(InFlight):
     def close(self) -> None:
         raise AssertionError("which is no state")
 
@@ -180,9 +181,9 @@ def test_where_one_tile_fails_all_others_are_given_back() -> None:
     """After an error of the user's, which is the one that is raised."""
     schedule = SimpleNamespace(tiles=(), kind="inference")
     run = Run(SimpleNamespace(schedule=schedule, slots=None, moved=(), is_followed=False), [], [])
-    run._flying = {0: (first := Flying()), 1: Broken(), 2: (last := Flying())}
+    run._in_flight = {0: (first := InFlight()), 1: Broken(), 2: (last := InFlight())}
     storage, error = Storage(), RanksError("w is alone")
-    EXECUTOR.staging.stay(staying := Flying(), storage)
+    EXECUTOR.tiles.stay(staying := InFlight(), storage)
     run.abort(error)
     assert first.closed and last.closed and staying.closed
     assert error.__notes__ == ["and then: which is no state"]
