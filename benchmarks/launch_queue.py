@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from zinf_fx.optim import step
-from zinf_fx.optim.threads import Beside
+from zinf_fx.optim.threads import BackgroundThread
 from zinf_fx.plan import packs
 from zinf_fx.plan.hardware import Hardware, Link, Memory
 from zinf_fx.runtime.disk.store import Store
@@ -115,7 +115,7 @@ class OnHost(TorchDispatchMode):
         super().__init__()
         self.clock, self._memory = clock, memory
         self.seconds = 0.0
-        self.beside: StandInBeside | None = None  # the thread that this is on in
+        self.beside: StandInThread | None = None  # the thread that this is on in
         self._made: dict[object, Any] = {}
 
     def __torch_dispatch__(
@@ -153,7 +153,7 @@ class OnHost(TorchDispatchMode):
         return made, sum(one.nbytes for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor))
 
 
-class StandInBeside(Beside):
+class StandInThread(BackgroundThread):
     """The runtime's thread beside the one that launches, kept in step with it: what it does is done when the clock of
     the other one says so, and who waits for it waits until its own clock says so."""
 
@@ -224,15 +224,15 @@ class LaunchQueue(TorchDispatchMode):
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """A block in which stored tensors of the CPU are computed with on this device."""
-        before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.Beside
+        before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread
         MAKERS["cpu"] = lambda torch_device: self.device
-        packs.IN_HOST_MEMORY, step.Beside = frozenset(), StandInBeside
+        packs.IN_HOST_MEMORY, step.BackgroundThread = frozenset(), StandInThread
         try:
             with self:
                 self._entry = self._measured_entry()
                 yield
         finally:
-            MAKERS["cpu"], packs.IN_HOST_MEMORY, step.Beside = before, alone, beside
+            MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread = before, alone, beside
 
     def _measured_entry(self) -> float:
         """What an operation that isn't launched takes here longer than without this, as the clock sees it."""

@@ -22,7 +22,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue
-from zinf_fx.optim.threads import Beside
+from zinf_fx.optim.threads import BackgroundThread
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
@@ -176,12 +176,12 @@ def test_who_abandons_a_step_that_goes_on_waits_for_the_thread_without_its_lock(
     def fail(stage: object) -> None:
         raise StoreError("read", "data-0", "lightning")
 
-    def wait(beside: Beside, is_so: Callable[[], bool]) -> None:
+    def wait(beside: BackgroundThread, is_so: Callable[[], bool]) -> None:
         locked.append(background(pair)._lock._is_owned())
 
     with monkeypatch.context() as patched:
         patched.setattr(EXECUTOR, "end", fail)
-        patched.setattr(Beside, "wait", wait)  # nobody else is at work
+        patched.setattr(BackgroundThread, "wait", wait)  # nobody else is at work
         with pytest.raises(StoreError, match="lightning"):
             optimizer.step()
     assert locked and not any(locked) and optimizer.torn is None
@@ -245,7 +245,9 @@ def test_who_drops_the_optimizer_does_not_wait_for_the_thread(
     optimizer.take_gradients(pair.stored) if in_backward else optimizer.step()
     waits = []
     with monkeypatch.context() as patched:
-        patched.setattr(Beside, "wait", lambda beside, is_so: waits.append(is_so))  # and nobody else is at work
+        patched.setattr(
+            BackgroundThread, "wait", lambda beside, is_so: waits.append(is_so)
+        )  # and nobody else is at work
         del optimizer
         gc.collect()
     assert not waits and background(pair) is not None

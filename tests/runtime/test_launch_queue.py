@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import zinf_fx
 from zinf_fx.config import Config
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.optim.threads import Beside
+from zinf_fx.optim.threads import BackgroundThread
 from zinf_fx.plan.hardware import Hardware, Link, Memory, load
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.memory import device
@@ -191,8 +191,8 @@ def test_the_program_waits_for_the_optimizer_where_it_needs_its_values(
 ) -> None:
     """The CPU's update has a thread of its own: what backward launches does not wait for it. `late`: seconds, which
     aren't modelled, that the program takes to wake up when what it waits for is there."""
-    wait = Beside.wait
-    monkeypatch.setattr(Beside, "wait", lambda *given: (wait(*given), time.sleep(late))[0])
+    wait = BackgroundThread.wait
+    monkeypatch.setattr(BackgroundThread, "wait", lambda *given: (wait(*given), time.sleep(late))[0])
     training = trained("infinity-cpu")
     with _disable_current_modes():
         parameters = training.model.parameters()

@@ -160,7 +160,7 @@ class ChunkMemory:
                 self._close.callback(chunk.close)
 
 
-class StatesAhead:
+class PrefetchedStates:
     """The first chunks of the step that is expected next, opened but for their gradients.
 
     Whoever steps holds it; the tiers know it, and call `advance` between operators.
@@ -183,12 +183,12 @@ class StatesAhead:
         self._finalizer.atexit = False
 
     @staticmethod
-    def of(batches: list[UpdateBatch], memory: ChunkMemory) -> StatesAhead | None:
+    def of(batches: list[UpdateBatch], memory: ChunkMemory) -> PrefetchedStates | None:
         """Behind a step of these batches in `memory`; None where there is no room for its chunks all the time, or the
         batch can't come again."""
         if len(batches) != 1 or not batches[0].recurs or batches[0].is_first or memory.count == CHUNKS:
             return None
-        return StatesAhead(batches[0], memory.again())
+        return PrefetchedStates(batches[0], memory.again())
 
     @held_back
     def advance(self) -> None:
@@ -263,7 +263,7 @@ class ChunkQueue:
     """
 
     def __init__(
-        self, stored: dict[torch.Tensor, ParameterStates], progress: Progress, ahead: StatesAhead | None
+        self, stored: dict[torch.Tensor, ParameterStates], progress: Progress, ahead: PrefetchedStates | None
     ) -> None:
         """`ahead`: what was read for the step."""
         self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
@@ -290,7 +290,7 @@ class ChunkQueue:
 
     def read_ahead(self, batches: list[UpdateBatch]) -> None:
         """The step of these batches is over: have read what the next one needs of states, if that is expected."""
-        self.ahead = StatesAhead.of(batches, self.memory) if self.is_followed else None
+        self.ahead = PrefetchedStates.of(batches, self.memory) if self.is_followed else None
 
     def add(self, batch: UpdateBatch) -> None:
         """Parameters came."""

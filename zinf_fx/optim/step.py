@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.arithmetic import State
-from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, StatesAhead
+from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, PrefetchedStates
 from zinf_fx.optim.chunks import ChunkUpdate
 from zinf_fx.optim.in_place import ResidentCall
 from zinf_fx.optim.partial_step import Progress, TornStep
 from zinf_fx.optim.states import ParameterStates
-from zinf_fx.optim.threads import Beside, serves
+from zinf_fx.optim.threads import BackgroundThread, serves
 from zinf_fx.optim.update_batch import UpdateBatch
 from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.recorder import RECORDER, STATES, STATES_BESIDE
@@ -56,7 +56,7 @@ class StreamedStep:
         state: dict[torch.Tensor, State],
         stored: dict[torch.Tensor, ParameterStates],
         failed: Callable[[TornStep], None],
-        ahead: StatesAhead | None = None,
+        ahead: PrefetchedStates | None = None,
     ) -> None:
         """`state`: what the optimizer shows. `stored`: where each parameter's states live. `failed` is told how a step
         failed that changed anything. `ahead`: what was read for this one."""
@@ -71,7 +71,7 @@ class StreamedStep:
         self._lock = RLock()
         self._purpose = RECORDER.purpose("", STATES)
         self._worker: int | None = None  # the thread that updates chunks
-        self._beside: Beside | None = None
+        self._beside: BackgroundThread | None = None
         self._overlaps = True  # whether what is left may go on while others train
         self._over = False
         self._failure: BaseException | None = None  # what ended it before `commit`
@@ -109,7 +109,7 @@ class StreamedStep:
                 if nbytes := bytes_in_memory(states.gradient):
                     self._progress.hold(states.parameter, nbytes)
         if batch.apart is not None and not self._batches:
-            self._beside = Beside(batch.apart, self._go_on)
+            self._beside = BackgroundThread(batch.apart, self._go_on)
         self._batches.append(batch)
         self._queue.add(batch)
 
@@ -278,7 +278,7 @@ class StreamedStep:
         self._failure = None
 
     @property
-    def ahead(self) -> StatesAhead | None:
+    def ahead(self) -> PrefetchedStates | None:
         """What is read of states for the step that comes next, when this one is over."""
         return self._queue.ahead
 

@@ -180,7 +180,7 @@ os.register_at_fork(after_in_child=_after_fork)
 _SLICE = 0.05
 
 
-class Beside:
+class BackgroundThread:
     """The thread. It is there while there is anything to do, and ends with the main thread.
 
     Attributes:
