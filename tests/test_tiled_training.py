@@ -15,7 +15,7 @@ from twins import python_calls_by_name
 
 import zinf_fx
 from zinf_fx.errors import BudgetError, PlanError
-from zinf_fx.runtime.gradients import leaving
+from zinf_fx.runtime.gradients import backward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -176,7 +176,7 @@ def test_half_a_gradient_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=2500)
     model.load_state_dict(plain.state_dict())
     call, inputs = torch.compile(model, backend="zinf"), batch()
-    arrive, calls = leaving.accumulate_gradient_part, []
+    arrive, calls = backward.accumulate, []
 
     def fail_later(*args: object, **kwargs: object) -> None:
         calls.append(args)
@@ -184,7 +184,7 @@ def test_half_a_gradient_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise InterruptedError
         arrive(*args, **kwargs)
 
-    monkeypatch.setattr(leaving, "accumulate_gradient_part", fail_later)
+    monkeypatch.setattr(backward, "accumulate", fail_later)
     with pytest.raises(InterruptedError):
         call(*inputs).backward()
     assert model.down.weight.grad is None

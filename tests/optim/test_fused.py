@@ -12,7 +12,7 @@ from injecting import Fault, clear_faults, inject
 import zinf_fx
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.plain import sgd_updates
-from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate
 
 STEPS = 5
 CASES = {
@@ -44,7 +44,7 @@ class Pair:
         for stored, plain in zip(self.stored, self.plain, strict=True):
             plain.grad = (scale * torch.randn(plain.shape, generator=self.random)).to(plain.dtype)
             stored.grad = None
-            accumulate_gradient(stored, plain.grad)
+            accumulate([stored], [plain.grad])
 
     def sides(self, name: str, **options: object):
         """(parameters, fused optimizer) in the store and in memory."""

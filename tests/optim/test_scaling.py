@@ -9,7 +9,7 @@ import torch
 from torch.nn import utils
 
 import zinf_fx
-from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 SHAPES = ((700, 1000), (33,), (), (0,), (700_001,), (5, 4096))
@@ -54,7 +54,7 @@ def pair(tmp_path, request: pytest.FixtureRequest) -> tuple[torch.nn.ParameterLi
         one.grad = torch.arange(9).to(dtype)
         side.append(one)
     for mine, theirs, gradient in zip(stored, plain, gradients, strict=False):
-        accumulate_gradient(mine, gradient)
+        accumulate([mine], [gradient])
         theirs.grad = gradient.clone()
     return stored, plain
 

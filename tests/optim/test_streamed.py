@@ -14,7 +14,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim import layouts
-from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate
 
 FUSED = {"fused": True}
 # The class's name, its options, and those that the plain class needs besides for the same arithmetic.
@@ -459,7 +459,7 @@ def test_gathered_reads_and_sets_masters_moments_and_gradients(twins, overlap: b
     pair.give_gradients()
     for parameter in pair.stored:  # where backward leaves them
         value, parameter.grad = parameter.grad, None
-        accumulate_gradient(parameter, value)
+        accumulate([parameter], [value])
     for stored, master in zip(pair.stored, pair.masters, strict=True):
         mine, theirs = optimizer.state[stored], reference.state[master]
         with zinf_fx.gathered([mine["master"], mine["exp_avg"], stored.grad], modify=True) as values:
@@ -481,7 +481,7 @@ def test_buffers_do_not_grow_with_the_model(twins):
         pair = twins(shapes=((256, 256), (256,)) * matrices, dtype=torch.bfloat16)
         optimizer = optim.AdamW(pair.stored, overlap=False)
         for parameter in pair.stored:
-            accumulate_gradient(parameter, torch.ones(parameter.shape, dtype=parameter.dtype))
+            accumulate([parameter], [torch.ones(parameter.shape, dtype=parameter.dtype)])
         tiers = pair.stored[0].storage.tiers
         tiers.drain()
         tiers.host.restart_peak()

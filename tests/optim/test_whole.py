@@ -16,7 +16,7 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import step_without_hooks
 from zinf_fx.optim.layouts import whole_layout
 from zinf_fx.optim.slices import OpenWhole
-from zinf_fx.runtime.gradients.accumulate import accumulate_gradient
+from zinf_fx.runtime.gradients.accumulate import accumulate
 
 
 class Lion(torch.optim.Optimizer):
@@ -378,7 +378,7 @@ def give_stored_gradients(pair) -> None:
     pair.give_gradients()
     for stored in pair.stored:
         gradient, stored.grad = stored.grad, None
-        accumulate_gradient(stored, gradient)
+        accumulate([stored], [gradient])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,7 +14,7 @@ import zinf_fx
 from zinf_fx.errors import StoreError
 from zinf_fx.optim import AdamW
 from zinf_fx.runtime.memory import process
-from zinf_fx.runtime.tensor.gradient_state import GradientState
+from zinf_fx.runtime.tensor.pending_gradient import PendingGradient
 from zinf_fx.sizes import PAGE, blocks, round_up
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -146,7 +146,7 @@ def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatc
     """Of a whole step. Somebody who brings back work for each parameter sees it here."""
     # As in a process that had no budget before, and no optimizer that steps in backward.
     monkeypatch.setattr(process, "_holds_little", False)
-    monkeypatch.setattr(GradientState, "any_followed", False)
+    monkeypatch.setattr(PendingGradient, "any_followed", False)
     counts = []
     for layers in (5, 20):
         torch._dynamo.reset()

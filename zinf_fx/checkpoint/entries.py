@@ -28,9 +28,9 @@ from zinf_fx.optim.streamed import Streamed
 from zinf_fx.plan.codec import dtypes
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.accumulate import new_gradient
+from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.tensor.local_parameter import local_part, made_of, stored_in, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Quantised
-from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 _SHOWN = 6
@@ -512,13 +512,11 @@ class GradientsEntry:
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's gradient, unless backward consumed it."""
     local = None if parameter.grad is None else local_part(parameter.grad)
-    is_consumed = isinstance(local, StoredTensor) and isinstance(local.storage, AbstractStorage)
-    return None if is_consumed else parameter.grad
+    return None if state_of(local) is GradientState.CONSUMED else parameter.grad
 
 
 def _is_alone(gradient: torch.Tensor) -> bool:
-    local = local_part(gradient)
-    return isinstance(local, StoredTensor) and local.storage.share.unreduced
+    return state_of(local_part(gradient)) is GradientState.LOCAL
 
 
 def _space(parameter: torch.Tensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:

@@ -40,7 +40,7 @@ from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
-from zinf_fx.runtime.gradients.spaces import reserve_gradients
+from zinf_fx.runtime.gradients.buffers import local_gradient, reserve_gradients
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.ranks import Ranks
@@ -201,9 +201,7 @@ def _reserved_twin(
         twin = StoredTensor.of(storage, part.shape, part.device, requires_grad, form.quantised)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
-            present = storage.for_gradient(gradient.dtype, partitioned=ranks.size == 1)
-            present.share.unreduced = ranks.size > 1
-            twin.grad = StoredTensor.of(present, part.shape, part.device)
+            twin.grad = local_gradient(twin, gradient.dtype)
         return as_parameter(twin)
 
 

@@ -13,7 +13,7 @@ from zinf_fx.config import Config
 from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.packs import has_own_memory, in_packs, nbytes_in_pack, pack_limit, state_moves
 from zinf_fx.plan.sharding import Shards, shards_of
-from zinf_fx.runtime.gradients.spaces import reserve_gradients
+from zinf_fx.runtime.gradients.buffers import reserve_gradients
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.quantised import Form

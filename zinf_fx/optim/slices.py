@@ -191,7 +191,7 @@ class StoredRow:
     @property
     def holds_no_memory(self) -> bool:
         """Whether it is all the same to the memories how long this is there."""
-        return self._held.tier == "nvme" or self._held.allocation.is_lent
+        return self._held.tier == "nvme" or self._held.allocation.is_reused
 
     def open(self, place: Device, load: bool) -> Window | DeviceWindow:
         """Open a window with all of them, where `place` computes."""

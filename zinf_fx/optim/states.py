@@ -24,6 +24,7 @@ from zinf_fx.optim.formats import (
     part_of,
 )
 from zinf_fx.optim.layouts import StateLayout, check_room
+from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import local_part
@@ -55,7 +56,7 @@ def working_dtype(parameter: StoredTensor) -> torch.dtype:
 
 def check_reduced(parameter: StoredTensor) -> None:
     """Raises: OptimizerError for a gradient that this rank has not shared with the others yet."""
-    if isinstance(parameter.grad, StoredTensor) and parameter.grad.storage.share.unreduced:
+    if state_of(parameter.grad) is GradientState.LOCAL:
         raise OptimizerError(
             f"the gradient of a stored parameter of shape {tuple(parameter.shape)} is of this rank alone: it was "
             "accumulated under no_sync, or before the model was offloaded, and no backward pass outside of no_sync "

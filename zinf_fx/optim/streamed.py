@@ -28,8 +28,8 @@ from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
-from zinf_fx.runtime.tensor.gradient_state import GradientConsumer
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
+from zinf_fx.runtime.tensor.pending_gradient import GradientConsumer
 from zinf_fx.runtime.tensor.storage import AbstractStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 

@@ -28,12 +28,12 @@ from zinf_fx.runtime.execute.order import CollectiveOrder
 from zinf_fx.runtime.execute.tile_cache import TileCache
 from zinf_fx.runtime.execute.tiles import InFlightTile
 from zinf_fx.runtime.finalizers import run_interrupted_finalizers
-from zinf_fx.runtime.gradients.leaving import Departures, LeavingGradients
+from zinf_fx.runtime.gradients.backward import BackwardGradients, PlannedGradients
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.process import computed, holds_little
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, Note
-from zinf_fx.runtime.tensor.gradient_state import GradientState
+from zinf_fx.runtime.tensor.pending_gradient import PendingGradient
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -122,7 +122,7 @@ class Program(Stage):
         self._head = prologue_fetches(schedule)
         self.moved: list[int] = []  # the tiles of parameters that aren't where the graph computes
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
-        self.departures = Departures(plan, schedule)
+        self.planned_gradients = PlannedGradients(plan, schedule)
         self._order = CollectiveOrder(plan, kind)
 
     def __call__(self, arguments: list) -> tuple:
@@ -132,7 +132,7 @@ class Program(Stage):
     def _run(self, arguments: list) -> tuple:
         storages, tiers, same = self.inputs.find(arguments)
         followed: set[TensorStorage] = set()
-        if GradientState.any_followed:
+        if PendingGradient.any_followed:
             members = (member for tile in self.inputs.parameters for member in storages[tile].members)
             followed = {member for member in members if member.gradient.followed}
         if not same:
@@ -292,14 +292,14 @@ class Run:
         self._counts_results = holds_little()
         self._in_flight: dict[int, InFlightTile] = {}
         self._computing: Note | None = None  # the operator, while somebody records
-        self.gradients: LeavingGradients | None = None  # of a backward graph
+        self.gradients: BackwardGradients | None = None  # of a backward graph
         if program.schedule.kind == "backward":
-            known = program.departures, program.is_followed
-            self.gradients = LeavingGradients(program.plan, self._tiles, storages, *known)
+            known = program.planned_gradients, program.is_followed
+            self.gradients = BackwardGradients(program.plan, self._tiles, storages, *known)
             self.copy_gradients = self.gradients.copy_gradients
 
     def end(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
-        """The graph has computed all. Returns as `LeavingGradients.end`."""
+        """The graph has computed all. Returns as `BackwardGradients.end`."""
         if self.gradients is not None:
             results = self.gradients.end(results, tokens)
         for tile, nbytes in self._program.gathered:

@@ -29,7 +29,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphKind, Tile
 from zinf_fx.runtime.execute.tile_cache import TileCache
 from zinf_fx.runtime.execute.tiles import TileState
-from zinf_fx.runtime.gradients.leaving import LeavingGradients
+from zinf_fx.runtime.gradients.backward import BackwardGradients
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
@@ -70,7 +70,7 @@ class CollectiveOrder:
         self,
         storages: Sequence[StoredTile],
         cache: TileCache,
-        gradients: LeavingGradients | None,
+        gradients: BackwardGradients | None,
         has_successor: bool,
     ) -> bool:
         """Whether what is in memory, and what is known of the graph's successor, is the same on all ranks, so that the

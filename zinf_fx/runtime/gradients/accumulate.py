@@ -1,126 +1,94 @@
-"""Gradients arrive where they live, whole, in parts, or this rank's share, and are added to what is there."""
+"""Gradients are added to the `grad` of their parameters, where gradients live: whole, in parts, or this rank's shard.
+
+All of them come to `accumulate`: what a compiled graph computed; what eager autograd left in `grad`, by the gradient
+hook; and what eager autograd is about to add to a gradient that was reduced over ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import NotImplementedType
-from typing import NamedTuple
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
-from zinf_fx.runtime.gradients.leaf import accumulated_leaf
-from zinf_fx.runtime.gradients.plain import (
-    in_its_memory,
-    is_there,
-    new_plain_gradient,
-    noted,
-    plain_copy,
+from zinf_fx.runtime.gradients.buffers import (
+    local_gradient,
+    plain_gradient,
+    plain_gradients,
+    run_of,
+    stored_gradients,
 )
-from zinf_fx.runtime.gradients.reduction import PackReduction, Reduced, ReducedMember, Reduction, synchronises
-from zinf_fx.runtime.gradients.spaces import beside_again, beside_of, free_space, lent_gradient, new_spaces
-from zinf_fx.runtime.tensor.arrival import implement_arrival
+from zinf_fx.runtime.gradients.leaf import accumulated_leaf
+from zinf_fx.runtime.gradients.reduction import ReducedGradient, Reduction
+from zinf_fx.runtime.gradients.state import (
+    GradientState,
+    check_may_have_graph,
+    is_reduced_now,
+    local_taken,
+    state_of,
+    stored_gradient,
+)
+from zinf_fx.runtime.memory.device import CPU
+from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.pending_gradient import implement_gradient_hook
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.runtime.tensor.stored_tile import StoredTile
+from zinf_fx.runtime.tensor.tiers import Tiers
 
 aten = torch.ops.aten
+
+Gradient = torch.Tensor | ReducedGradient
+"""What arrives for a parameter. With several ranks, an ordinary tensor is this rank's own, to be reduced later."""
 
 
 def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
     """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
     `reduced` over them."""
-    storage = parameter.storage
-    if storage.has_plain_gradient:
-        return new_plain_gradient(parameter, storage, dtype)
+    if parameter.storage.has_plain_gradient:
+        return plain_gradient(parameter, dtype)
     return _new_stored(parameter, dtype, reduced=reduced)
 
 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
-    storage = parameter.storage
-    if storage.share.ranks.size == 1 and storage.placement.gradients == "host":
-        return lent_gradient(parameter, dtype)
-    if reduced or storage.share.ranks.size == 1:
-        space = free_space(storage, dtype) or storage.for_gradient(dtype)
-    else:
-        space = storage.for_gradient(dtype, partitioned=False)
-        space.share.unreduced = True
-    return StoredTensor.of(space, parameter.shape, parameter.device)
+    if not reduced and parameter.storage.share.ranks.size > 1:
+        return local_gradient(parameter, dtype)
+    (gradient,) = stored_gradients([parameter], dtype)
+    return gradient
 
 
-def _unreduced(parameter: StoredTensor) -> StoredTensor | None:
-    """The parameter's `grad`, if it is of this rank alone."""
-    grad = parameter.grad
-    return grad if isinstance(grad, StoredTensor) and grad.storage.share.unreduced else None
-
-
-def take_unreduced(parameter: StoredTensor) -> StoredTensor | None:
-    """The `grad` of this rank alone, if a backward pass is to reduce it now; it is None then."""
-    before = _unreduced(parameter)
-    if before is None or not synchronises(parameter.storage.share):
-        return None
-    parameter.grad = None
-    return before
-
-
-@contextmanager
-def _unreduced_taken(parameter: StoredTensor) -> Iterator[StoredTensor | None]:
-    """A block that reduces what `take_unreduced` gives it. After an error, that is the parameter's `grad` again."""
-    before = take_unreduced(parameter)
-    try:
-        yield before
-    except BaseException:
-        give_back_unreduced(parameter, before)
-        raise
-
-
-def give_back_unreduced(parameter: StoredTensor, before: StoredTensor | None) -> None:
-    """Undo `take_unreduced`, unless another gradient has taken its place."""
-    if parameter.grad is None:
-        parameter.grad = before
-
-
-def reduction_of(
-    parameter: StoredTensor, start: int, gradient: torch.Tensor, name: str, before: StoredTensor | None
-) -> torch.Tensor | Reduction:
-    """What is to be accumulated for this rank's `gradient` of the elements from `start` on: that, started on its way
-    over the ranks, or itself where there is nothing to reduce, or not now. `name`: for errors. `before`: a gradient,
-    accumulated under `no_sync`, to which it is to be added."""
-    if not is_reduced_now(parameter):
-        return gradient
-    return Reduction(parameter.storage, _with(before, gradient, start), name, start)
-
-
-def reduction_of_pack(
+def start_reduction(
     parameters: Sequence[StoredTensor | None],
     gradients: Sequence[torch.Tensor],
     name: str,
     before: Sequence[StoredTensor | None],
-) -> tuple[list[torch.Tensor | ReducedMember], PackReduction | None]:
-    """As `reduction_of`, for the parameters of a pack, in one collective; and that, if there is something to reduce.
-    None in the place of a parameter: nobody is to get its gradient."""
-    found: list[torch.Tensor | ReducedMember] = list(gradients)
-    now = [number for number, one in enumerate(parameters) if one is not None and is_reduced_now(one)]
-    if not now:
-        return found, None
-    sums = [_with(before[number], gradients[number], 0) for number in now]
-    reduction = PackReduction([parameters[number].storage for number in now], sums, name)
-    for number, member in zip(now, reduction.members, strict=True):
-        found[number] = member
-    return found, reduction
+    start: int = 0,
+) -> tuple[list[Gradient], Reduction | None]:
+    """Start to reduce this rank's gradients of parameters that move together, or of the elements of a lone one from
+    `start` on, as far as they are to be reduced now.
 
-
-def is_reduced_now(parameter: StoredTensor) -> bool:
-    """Whether a gradient that arrives now is reduced over the ranks at once."""
-    share = parameter.storage.share
-    adds_to_reduced = parameter.grad is not None and _unreduced(parameter) is None
-    return share.ranks.size > 1 and (synchronises(share) or adds_to_reduced)
+    `parameters`: None in the place of one whose gradient nobody is to get. `name`: for errors. `before`: gradients,
+    accumulated under `no_sync`, to which these are to be added. Returns what is to be accumulated, and the reduction.
+    """
+    arriving: list[Gradient] = list(gradients)
+    numbered = enumerate(parameters)
+    reduced = {number: one for number, one in numbered if one is not None and is_reduced_now(one)}
+    if not reduced:
+        return arriving, None
+    sums = [_with(before[number], gradients[number], start) for number in reduced]
+    reduction = Reduction([parameter.storage for parameter in reduced.values()], sums, name, start)
+    for number, gradient in zip(reduced, reduction.gradients, strict=True):
+        arriving[number] = gradient
+    return arriving, reduction
 
 
 def _with(before: StoredTensor | None, gradient: torch.Tensor, start: int) -> torch.Tensor:
@@ -135,103 +103,139 @@ def _with(before: StoredTensor | None, gradient: torch.Tensor, start: int) -> to
 
 
 @torch.no_grad()
-def accumulate_gradient(parameter: StoredTensor, gradient: torch.Tensor | Reduced, offset: int | None = None) -> None:
-    """Add `gradient` to the parameter's `grad`, as autograd would, on the tier of gradients. `offset`: where in the
-    host arena's region it passes through, on its way to NVMe.
-
-    Of many ranks, an ordinary tensor is this rank's own gradient, to be reduced later.
-    """
-    if parameter.grad is not None:
-        accumulate_gradient_part(parameter, 0, gradient, first=False, offset=offset)
-        return
-    if parameter.storage.has_plain_gradient:
-        with noted(parameter.storage, gradient.nbytes):
-            parameter.grad = plain_copy(parameter, parameter.storage, gradient)
-        return
-    reduced = isinstance(gradient, Reduced)
-    value = gradient.wait() if reduced else gradient
-    stored = _new_stored(parameter, value.dtype, reduced=reduced)
-    storage = stored.storage
-    if not reduced or gradient.whole:
-        storage.set(value, None if storage.share.unreduced else offset)
-    elif storage.share.partitioned:
-        storage.settled().set(value, offset)
-    else:
-        _add_share(storage, gradient.segments, value, True, offset)
-    parameter.grad = stored
-
-
-@torch.no_grad()
-def accumulate_side_by_side(
-    pack: StoredTile,
+def accumulate(
     parameters: Sequence[StoredTensor],
-    gradients: Sequence[torch.Tensor | ReducedMember],
-    offset: int | None,
-) -> bool:
-    """As `accumulate_gradient`, for all parameters of a pack, in one transfer. Returns whether that can be: the
-    gradients that are there, or that are to be made, live side by side, and this rank gets all that it has of them."""
-    if pack.ranks.size > 1:
-        if not _are_all_held(parameters[0].storage, gradients):
+    gradients: Sequence[Gradient],
+    offsets: Sequence[int | None] | None = None,
+    *,
+    start: int | None = None,
+    first: bool = False,
+) -> None:
+    """Add gradients to the `grad` of their parameters, as autograd would, on the tier of gradients: in one transfer
+    where they live side by side.
+
+    `offsets`: where in the host arena's region each passes through on its way to NVMe. `start`: of a lone parameter
+    that has a `grad`, the element from which on its gradient is a part; `first`: whether the part has no values yet.
+    """
+    if start is None and parameters[0].storage.has_plain_gradient:
+        values = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]  # one rank reduces nothing
+        with _noted(parameters[0].storage, sum([value.nbytes for value in values])):
+            _accumulate_plain(parameters, values)
+        return
+    if offsets is None:
+        offsets = [None] * len(parameters)
+    if len(parameters) > 1 and _accumulate_run(parameters, gradients, offsets[0]):
+        return
+    for parameter, gradient, offset in zip(parameters, gradients, offsets, strict=True):
+        _accumulate_alone(parameter, gradient, offset, start or 0, first)
+
+
+def _accumulate_run(parameters: Sequence[StoredTensor], gradients: Sequence[Gradient], offset: int | None) -> bool:
+    """Accumulate gradients in one transfer. Returns whether that can be: those that are there, or are to be made, live
+    side by side, and this rank gets all that it has of them."""
+    storage = parameters[0].storage
+    if storage.share.ranks.size > 1:
+        reduced = [gradient for gradient in gradients if isinstance(gradient, ReducedGradient)]
+        if len(reduced) < len(gradients) or not (reduced[0].whole or storage.placement.stage >= 2):
             return False
-        gradients = [one.wait() for one in gradients]
-    grads = [parameter.grad for parameter in parameters]
-    new = all(grad is None for grad in grads)
+    order = sorted(range(len(parameters)), key=lambda number: parameters[number].storage.key)
+    parameters = [parameters[number] for number in order]
+    values = [_value(gradients[number]) for number in order]
+    new = all(parameter.grad is None for parameter in parameters)
     if new:
-        spaces = new_spaces(pack, gradients[0].dtype)
+        present = stored_gradients(parameters, values[0].dtype)
     else:
-        stored = all(isinstance(grad, StoredTensor) and not grad.views for grad in grads)
-        spaces = [grad.storage for grad in grads] if stored else [None]
-    if None in spaces:
+        present = [gradient for parameter in parameters if (gradient := stored_gradient(parameter)) is not None]
+        if len(present) < len(parameters):
+            return False
+    run = run_of(present)
+    if run is None:
         return False
-    if not new:
-        for space in spaces:
-            space.settled()
-    beside = beside_of(pack, spaces, gradients)
-    if beside is None:
-        return False
-    window = beside.together.device_window(load=not new, offset=offset)
+    for gradient in present if not new else ():
+        gradient.storage.settled()
+    window = run.bytes.device_window(load=not new, offset=offset)
     try:
-        parts = beside.cut.of(window.wait(), pack.tiers.host)
-        inorder = [gradients[number] for number in pack.order]
-        with beside.together.noted(beside.nbytes):
-            torch._foreach_copy_(parts, inorder) if new else torch._foreach_add_(parts, inorder)
+        parts = run.cut.of(window.wait(), storage.tiers.host)
+        with run.bytes.noted(run.nbytes):
+            torch._foreach_copy_(parts, values) if new else torch._foreach_add_(parts, values)
     except BaseException:
         window.close()
         raise
     window.store()
     if new:
-        lease = None if beside.lent is None else beside.lent.lend()
-        for parameter, space in zip(parameters, spaces, strict=True):
-            parameter.grad = StoredTensor.of(space, parameter.shape, parameter.device)
-        del lease  # which the gradients hold, and what is made of them
+        for parameter, gradient in zip(parameters, present, strict=True):
+            parameter.grad = gradient
     return True
 
 
-def _are_all_held(storage: TensorStorage, gradients: Sequence[torch.Tensor | ReducedMember]) -> bool:
-    """Of many ranks, whether gradients that leave are reduced, and all that this rank has of them. `storage`: of one of
-    the parameters."""
-    reduced = all(isinstance(gradient, ReducedMember) for gradient in gradients)
-    return reduced and (gradients[0].whole or storage.placement.stage >= 2)
+def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int | None, start: int, first: bool) -> None:
+    """Accumulate one gradient, or a part of one from `start` on."""
+    present, value = parameter.grad, _value(gradient)
+    is_reduced = isinstance(gradient, ReducedGradient)
+    segments = gradient.segments if is_reduced else ()
+    if present is None:
+        new = _new_stored(parameter, value.dtype, reduced=is_reduced)
+        if segments and not new.storage.share.partitioned:
+            _add_share(new.storage, segments, value, True, offset)
+        elif segments:
+            new.storage.settled().set(value, offset)
+        else:
+            new.storage.set(value, None if new.storage.share.unreduced else offset)
+        parameter.grad = new
+    elif segments:
+        _add_share(_storage_of_shares(parameter), segments, value, first, offset)
+    elif (stored := stored_gradient(parameter)) is not None:
+        _add_elements(stored.storage, start, value, first, offset)
+    else:
+        part = present if present.shape == value.shape else present.view(-1)[start : start + value.numel()]
+        with _noted(parameter.storage, value.nbytes):
+            value = value.reshape(part.shape)
+            part.copy_(value) if first else part.add_(value)
 
 
-def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
-    """Add this rank's gradient, which eager autograd made, to the parameter's `grad`, reduced over the ranks where it
-    is to be now."""
-    name = f"a parameter of shape {tuple(parameter.shape)}"
-    with _unreduced_taken(parameter) as before:
-        if is_reduced_now(parameter):  # ranks may have called other parts of the model
-            parameter.storage.share.ranks.meet(f"the reduction of the gradient of {parameter.storage.name}")
-        accumulate_gradient(parameter, reduction_of(parameter, 0, gradient, name, before))
+def _accumulate_plain(parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Accumulate gradients that are ordinary tensors: see [Note: plain gradients].
+
+    New ones share one buffer of the host's memory, which ends with the last of them. Raises: StoreError when the host
+    arena has no room.
+    """
+    new: defaultdict[Tiers, list[tuple[StoredTensor, torch.Tensor]]] = defaultdict(list)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if (present := parameter.grad) is not None:
+            present.add_(gradient)
+            continue
+        storage = parameter.storage
+        if storage.config.placement.gradients == "device":  # pyright: ignore[reportAttributeAccessIssue]  (decided)
+            parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
+        else:
+            new[storage.tiers].append((parameter, gradient))
+    for tiers, arriving in new.items():
+        kinds = [(gradient.shape, gradient.dtype) for _, gradient in arriving]
+        copies = plain_gradients(tiers, kinds)
+        torch._foreach_copy_(copies, [gradient for _, gradient in arriving])
+        for (parameter, _), copy in zip(arriving, copies, strict=True):
+            parameter.grad = copy
+
+
+def _value(gradient: Gradient) -> torch.Tensor:
+    return gradient.wait() if isinstance(gradient, ReducedGradient) else gradient
+
+
+def _noted(storage: TensorStorage, nbytes: int) -> AbstractContextManager[None]:
+    """For a block in which a gradient is copied, or added, to where it lives."""
+    leaves = storage.placement.gradients != "device"
+    return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else nullcontext()
 
 
 def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
-    """Of the parameter's `grad`. Raises: StoredTensorError for one that only has whole values."""
-    if not isinstance(parameter.grad, StoredTensor) or parameter.grad.views:
+    """The storage of the parameter's `grad`. Raises: StoredTensorError for one that only has whole values."""
+    gradient = stored_gradient(parameter)
+    if gradient is None:
         raise StoredTensorError(
             f"the `grad` of a stored parameter of shape {tuple(parameter.shape)} was set to a tensor that this "
             "rank's share of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
         )
-    return parameter.grad.storage
+    return gradient.storage
 
 
 def _add_share(
@@ -242,8 +246,8 @@ def _add_share(
     if storage.share.partitioned:
         _add_elements(storage, segments[0].held_by(rank).start, share, first, offset)
         return
-    for one in segments:
-        own, begin = one.of_rank(rank), one.held_by(rank).start - segments[0].held_by(rank).start
+    for segment in segments:
+        own, begin = segment.of_rank(rank), segment.held_by(rank).start - segments[0].held_by(rank).start
         _add_elements(storage, own.start, share[begin : begin + len(own)], first, offset)
         offset = None  # is the place of one
     storage.share.stale = True
@@ -262,82 +266,79 @@ def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, firs
     window.store()
 
 
-@torch.no_grad()
-def accumulate_gradient_part(
-    parameter: StoredTensor, start: int, gradient: torch.Tensor | Reduced, *, first: bool, offset: int | None = None
-) -> None:
-    """Add `gradient` to the elements of the parameter's `grad` from `start` on, or if `first`, write them; `offset` as
-    for `accumulate_gradient`."""
-    grad = parameter.grad
-    if isinstance(gradient, Reduced):
-        value = gradient.wait()
-        if not gradient.whole:
-            _add_share(_storage_of_shares(parameter), gradient.segments, value, first, offset)
-            return
-        gradient = value
-    if isinstance(grad, StoredTensor) and not grad.views:
-        _add_elements(grad.storage, start, gradient, first, offset)
-    else:
-        part = grad if grad.shape == gradient.shape else grad.view(-1)[start : start + gradient.numel()]
-        with noted(parameter.storage, gradient.nbytes):
-            value = gradient.reshape(part.shape)
-            part.copy_(value) if first else part.add_(value)
-
-
-class Addends(NamedTuple):
-    """Where elements of a gradient live that another one is to be added to."""
+@dataclass(frozen=True)
+class Addends:
+    """Where elements of gradients live that others are to be added to."""
 
     stored: StoredBytes
     start: int
     count: int
 
 
-def addends_of(parameter: StoredTensor, start: int, count: int) -> Addends | None:
-    """What `accumulate_gradient_part` will add a gradient of so many of the parameter's elements to, in one transfer;
-    None: none is there, or it can't be said yet."""
-    grad, share = parameter.grad, parameter.storage.share
-    if not isinstance(grad, StoredTensor) or grad.views:
+def addends_of(parameters: Sequence[StoredTensor], start: int, count: int) -> Addends | None:
+    """What `accumulate` will add the gradients of these parameters to in one transfer, or of a lone one `count`
+    elements from `start` on; None: nothing is there, or it can't be said yet."""
+    in_order = sorted(parameters, key=lambda parameter: parameter.storage.key)
+    gradients = [gradient for one in in_order if (gradient := stored_gradient(one)) is not None]
+    if len(gradients) < len(parameters):
         return None
-    if share.ranks.shards == 1 or grad.storage.share.unreduced:
-        return Addends(grad.storage.bytes, start, count)
-    if not grad.storage.share.partitioned:
+    if len(gradients) > 1:
+        run = run_of(gradients)
+        return None if run is None else Addends(run.bytes, 0, run.bytes.count)
+    storage, share = gradients[0].storage, parameters[0].storage.share
+    if share.ranks.shards == 1 or storage.share.unreduced:
+        return Addends(storage.bytes, start, count)
+    if not storage.share.partitioned:
         return None
     held = [segment.held_by(share.ranks.shard) for segment in share.shards.within(start, count)]
-    return Addends(grad.storage.bytes, held[0].start, sum(map(len, held)))
+    return Addends(storage.bytes, held[0].start, sum(map(len, held)))
 
 
-def addends_of_pack(pack: StoredTile, parameters: Sequence[StoredTensor]) -> Addends | None:
-    """As `addends_of`, of all parameters of a pack, whose gradients lie side by side."""
-    grads = [parameter.grad for parameter in parameters]
-    if not all(isinstance(grad, StoredTensor) and not grad.views for grad in grads):
-        return None
-    beside = beside_again(pack, [grad.storage for grad in grads])
-    return None if beside is None else Addends(beside.together, 0, beside.together.count)
+def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
+    """Add this rank's gradient, which eager autograd made, to the parameter's `grad`, reduced over the ranks where it
+    is to be now."""
+    name = f"a parameter of shape {tuple(parameter.shape)}"
+    with local_taken(parameter) as before:
+        if is_reduced_now(parameter):  # ranks may have called other parts of the model
+            parameter.storage.share.ranks.meet(f"the reduction of the gradient of {parameter.storage.name}")
+        arriving, _ = start_reduction([parameter], [gradient], name, [before])
+        accumulate([parameter], arriving)
 
 
-def _take(parameter: StoredTensor) -> None:
-    """Move a gradient that eager autograd left on the device to the tier of gradients, unless it is there; reduce one
-    of this rank alone, to which autograd has added."""
-    gradient = parameter.grad
+def _arrived(parameter: torch.Tensor) -> None:
+    """Hook: move what eager autograd left in the parameter's `grad` to the tier of gradients, unless it is there."""
+    assert isinstance(parameter, StoredTensor), "nothing else has this hook"
+    storage = parameter.storage
+    state = state_of(parameter.grad, storage)
+    if state is GradientState.RECORDED:
+        check_may_have_graph(parameter)
+    elif state in (GradientState.ORDINARY, GradientState.LOCAL) or (
+        state is GradientState.PLAIN and storage.gradient.followed
+    ):
+        _settle(parameter, state)
+
+
+@held_back
+def _settle(parameter: StoredTensor, state: GradientState) -> None:
+    """Move an ordinary gradient to its tier, and tell who consumes it; reduce a local one, to which autograd added."""
+    gradient, storage = parameter.grad, parameter.storage
     if gradient is None or gradient.layout != torch.strided:
         return
-    if isinstance(gradient, StoredTensor) and not gradient.storage.share.unreduced:
-        return
     with RUNNING.turn():
-        if isinstance(gradient, StoredTensor):
-            with _unreduced_taken(parameter) as before:
+        if state is GradientState.LOCAL:
+            with local_taken(parameter) as before:
                 if before is not None:
                     add_gradient(parameter, before.full_tensor())
             return
-        if not parameter.storage.has_plain_gradient:
-            parameter.grad = parameter.set_aside()
+        if not storage.has_plain_gradient:
+            parameter.grad = storage.gradient.take_replaced()
             add_gradient(parameter, gradient)
-        elif not in_its_memory(parameter.storage, gradient):
-            with torch.no_grad(), noted(parameter.storage, gradient.nbytes):
-                parameter.grad = plain_copy(parameter, parameter.storage, gradient)
-        state = parameter.storage.gradient
-        if state.consumer is not None and state.backwards_due <= 0:
-            state.consumer.take_gradients([parameter])
+        elif state is GradientState.ORDINARY:
+            with torch.no_grad(), _noted(storage, gradient.nbytes):
+                parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
+        pending = storage.gradient
+        if pending.consumer is not None and pending.backwards_due <= 0:
+            pending.consumer.take_gradients([parameter])
 
 
 def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:
@@ -347,19 +348,23 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     """
     present, gradient = args[:2]
     leaf = accumulated_leaf() if isinstance(present, StoredTensor) else None
-    if leaf is None or present.storage.share.ranks.size == 1 or present.storage.share.unreduced:
+    if leaf is None or present.storage.share.ranks.size == 1 or state_of(present) is not GradientState.STORED:
         return NotImplemented
     parameter = stored_parameter(leaf)
-    if not isinstance(parameter.grad, StoredTensor) or parameter.grad.storage is not present.storage:
+    if (
+        parameter is None
+        or not isinstance(parameter.grad, StoredTensor)
+        or parameter.grad.storage is not present.storage
+    ):
         return NotImplemented
     if operation._schema.is_mutable:
         with RUNNING.turn():
             add_gradient(parameter, gradient)
         return present
-    parameter.put_aside()
+    parameter.storage.gradient.replaced = parameter.grad
     return gradient.clone()
 
 
-implement_arrival(_take, is_there)
+implement_gradient_hook(_arrived)
 handle(aten.add, _add)
 handle(aten.add_, _add)

@@ -14,7 +14,7 @@ import torch
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
-AccumulateGrad = torch._C._functions.AccumulateGrad
+AccumulateGrad = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Leaf = tuple[StoredTensor, AccumulateGrad]
@@ -46,15 +46,16 @@ def compiled_nodes(values: Iterable[object]) -> set[torch.autograd.graph.Node]:
     for value in values:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None:
             continue
-        written = value._base.grad_fn if value._is_view() else value.grad_fn
+        base = value._base  # None, where the value is no view
+        written = value.grad_fn if base is None else base.grad_fn
         if written is not None and not _is_compiled(written):  # an input that AOTAutograd wrote to copies its result
-            nodes.update(node for node, _ in written.next_functions if _is_compiled(node))
+            nodes.update(node for node, _ in written.next_functions if node is not None and _is_compiled(node))
         elif written is not None:
             nodes.add(written)
     return nodes
 
 
-def _is_compiled(node: torch.autograd.graph.Node | None) -> bool:
+def _is_compiled(node: torch.autograd.graph.Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
@@ -84,7 +85,7 @@ def leaves_of_node() -> dict[int, Leaf]:
     leaves: dict[int, Leaf] = {}
     for follower, _ in node.next_functions:
         if isinstance(follower, AccumulateGrad):
-            parameter = follower.variable
+            parameter = follower.variable  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             if isinstance(parameter, StoredTensor) and not parameter.views:
                 leaves[id(parameter.token)] = parameter, follower
     return leaves
@@ -93,4 +94,4 @@ def leaves_of_node() -> dict[int, Leaf]:
 def accumulated_leaf() -> torch.Tensor | None:
     """The leaf to whose gradient autograd adds now; None when it does something else."""
     node = torch._C._current_autograd_node()
-    return node.variable if isinstance(node, AccumulateGrad) else None
+    return node.variable if isinstance(node, AccumulateGrad) else None  # pyright: ignore[reportAttributeAccessIssue]

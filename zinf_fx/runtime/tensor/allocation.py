@@ -83,7 +83,7 @@ class Allocation:
         in_store: the bytes on disk; None on other tiers.
         reads: the transfers under way from here.
         version: how often anything here was written.
-        is_lent: whether somebody else decides when there is memory: see `vacate_with`.
+        is_reused: whether the memory goes back and is acquired again: see `release_with`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Allocation:
         self.count = count = self.starts[-1] + self.counts[-1]
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.version = 0
-        self.is_lent = False
+        self.is_reused = False
         self._is_sealed = False
         self.reads: Under = []
         self._writes: list[Change] = []
@@ -144,16 +144,17 @@ class Allocation:
         """From now on, nothing is written here. Every write has arrived."""
         self._is_sealed = True
 
-    def vacate_with(self, owner: object) -> None:
-        """Give the memory in the host arena back when `owner` is gone, until `occupy`, and stay until then. Nobody may
-        look at the elements meanwhile."""
-        self._at_end(owner, self._vacate)
+    def release_with(self, owner: object) -> None:
+        """Give the memory in the host arena back when `owner` is gone, until `acquire_again`. Nobody may look at the
+        elements meanwhile."""
+        self.is_reused = True
+        self._at_end(owner, self._release_memory)
 
-    def _vacate(self) -> None:
+    def _release_memory(self) -> None:
         self._leased.give_back()
 
-    def occupy(self) -> bool:
-        """After `vacate_with`, have the same memory again, with undefined elements. Returns whether it was free."""
+    def acquire_again(self) -> bool:
+        """After `release_with`, have the same memory again, with undefined elements. Returns whether it was free."""
         return self._leased.take_again(self.tiers.host)
 
     def elements_of(self, members: range) -> range:

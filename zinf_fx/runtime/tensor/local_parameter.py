@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx.errors import StoredTensorError
+from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.stored_tensor import (
     StoredTensor,
     as_parameter,
     hook_gradient,
-    take_gradient,
     take_implementation,
 )
 from zinf_fx.runtime.tensor.views import Kind
@@ -191,4 +191,4 @@ def _store_gradient(whole: DTensor) -> None:
                 "give DTensors"
             )
         parameter.grad = placed_as(whole, whole.grad)
-    take_gradient(parameter)
+    gradient_hook(parameter)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.gradient_state import GradientState
+from zinf_fx.runtime.tensor.pending_gradient import PendingGradient
 from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -60,9 +60,9 @@ class TensorStorage:
         config: that of the model the tensor belongs to, with the placement decided.
         device: what the model computes on.
         share: what this rank has of the elements.
-        gradient: where that of a parameter goes.
+        gradient: what is known of that of a parameter.
         label: what users know the tensor by.
-        lease: what every tensor with these bytes holds, where their memory goes back with the last of them.
+        lease: of a gradient, what every tensor with these bytes holds: see [Note: gradient buffers].
         stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
 
@@ -101,7 +101,7 @@ class TensorStorage:
         self.tier: Tier = tier
         self.config, self.numel, self.dtype, self.device = config, numel, dtype, device
         self.share = share
-        self.gradient: GradientState[TensorStorage] = GradientState()
+        self.gradient: PendingGradient[Any] = PendingGradient()
         self.label: str | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self._parts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
@@ -126,7 +126,7 @@ class TensorStorage:
         storage = None if owner is None else owner()
         if storage is None or storage.token is not token:
             storage = cls._by_key.get(int(token))
-        if storage is None or (storage.lease is not None and storage.lease() is None):  # whose memory went back
+        if storage is None or (storage.lease is not None and storage.lease() is None):  # its place is free
             raise StoredTensorError(
                 f"token {int(token)} stands for no living stored tensor of this process: where a saved-tensor hook "
                 "copies tensors (save_on_cpu(pin_memory=True) does), use activations='keep'"
@@ -204,11 +204,6 @@ class TensorStorage:
         """For errors."""
         return self.label or f"a tensor of {self.numel} elements"
 
-    def for_gradient(self, dtype: torch.dtype | None = None, partitioned: bool = True) -> TensorStorage:
-        """New, uninitialised storage for the gradient; partitioned, unless told otherwise, from ZeRO's stage 2 on."""
-        placement = self.placement
-        return self.like(placement.gradients, dtype, partitioned and placement.stage >= 2)
-
     def for_state(self, dtype: torch.dtype | None = None) -> TensorStorage:
         """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
         return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
@@ -222,7 +217,8 @@ class TensorStorage:
     def gradients_side_by_side(
         several: Sequence[TensorStorage], dtype: torch.dtype | None = None
     ) -> list[TensorStorage]:
-        """As `for_gradient`, of parameters of one model, in one allocation."""
+        """New, uninitialised storages for the gradients of parameters of one model, in one allocation; partitioned from
+        ZeRO's stage 2 on."""
         placement = several[0].placement
         return _new_group(several, placement.gradients, dtype, placement.stage >= 2)
 

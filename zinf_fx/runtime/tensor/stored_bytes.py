@@ -36,7 +36,7 @@ class StoredBytes:
         self.nbytes = self.count * self.dtype.itemsize
         self._in_host = allocation.in_host(self._elements)
         self.on_device = self._in_host if allocation.device.in_host_memory else allocation.on_device(self._elements)
-        self._ahead: dict[range, Window] = {}  # by their elements
+        self._prefetched: dict[range, Window] = {}  # by their elements
 
     def follows(self, other: StoredBytes) -> bool:
         """Whether these are the next members of the same group."""
@@ -111,9 +111,9 @@ class StoredBytes:
         if self.on_device is not None:
             first, end = (one - self._elements.start for one in (elements.start, elements.stop))
             return Window(self, elements.start, self.on_device[first:end], None, None)
-        host = self._taken_ahead(elements) if load else None
+        host = self._take_prefetched(elements) if load else None
         if host is None:
-            self.drop_ahead(start, len(elements))
+            self.drop_prefetched(start, len(elements))
             host = self.window(start, count, load=load, offset=offset)
         if self.device.in_host_memory:
             return host
@@ -121,33 +121,33 @@ class StoredBytes:
             host, self.device, len(elements), self.dtype, load, self.tiers.device_arenas.get(self.device)
         )
 
-    def read_ahead(self, start: int, count: int, offset: int | None = None) -> Window | None:
+    def prefetch(self, start: int, count: int, offset: int | None = None) -> Window | None:
         """Open what the next `device_window` of these elements is, or passes through, in host memory; whoever asked for
         it drops it in the end. None where that would have to wait for something that is under way."""
         elements = range(*self._range(start, count))
-        if self.tier != "nvme" or elements in self._ahead or self.allocation.is_being_written(elements):
+        if self.tier != "nvme" or elements in self._prefetched or self.allocation.is_being_written(elements):
             return None
         opened, closed = self._in_blocks(elements.start, elements.stop)
         buffer = self.tiers.allocate_at_once((closed - opened) * self.dtype.itemsize, offset)
         if buffer is None:
             return None
-        window = self._ahead[elements] = self._window_in(buffer, elements, load=True)
+        window = self._prefetched[elements] = self._window_in(buffer, elements, load=True)
         window.follow(self)  # what it has in common with its neighbours' blocks may be written meanwhile
         return window
 
-    def drop_ahead(self, start: int, count: int) -> None:
-        """Close what was opened ahead of these elements, if nobody has come for it."""
-        window = self._ahead.pop(range(*self._range(start, count)), None)
+    def drop_prefetched(self, start: int, count: int) -> None:
+        """Close what was prefetched of these elements, if nobody has come for it."""
+        window = self._prefetched.pop(range(*self._range(start, count)), None)
         if window is not None:
             self.allocation.unfollow(window)
             window.close()
 
-    def _taken_ahead(self, elements: range) -> Window | None:
-        """What was opened ahead of these elements of the allocation, unless others are there by now."""
-        window = self._ahead.get(elements)
+    def _take_prefetched(self, elements: range) -> Window | None:
+        """What was prefetched of these elements of the allocation, unless others are there by now."""
+        window = self._prefetched.get(elements)
         if window is None or not window.is_current:
             return None
-        del self._ahead[elements]
+        del self._prefetched[elements]
         self.allocation.unfollow(window)
         return window
 

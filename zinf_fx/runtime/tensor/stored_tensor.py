@@ -29,7 +29,6 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import check_device, device_of
-from zinf_fx.runtime.tensor.arrival import take_gradient
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.eager_reads import note_eager_read
 from zinf_fx.runtime.tensor.operations import (
@@ -44,6 +43,7 @@ from zinf_fx.runtime.tensor.operations import (
     needs_no_value,
     write,
 )
+from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
@@ -72,7 +72,6 @@ class StoredTensor(Checkpointable, torch.Tensor):
     views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
     _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
-    _aside: torch.Tensor | None = None
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _kind: Kind | None = None  # for __tensor_flatten__
     _lease: object = None  # that of its storage
@@ -328,14 +327,14 @@ class StoredTensor(Checkpointable, torch.Tensor):
             return
         with RUNNING.turn():
             if not self.expects_gradient:
-                hook_gradient(self, None if self.storage.keeps_gradient else take_gradient)
+                hook_gradient(self, None if self.storage.keeps_gradient else gradient_hook)
                 self.expects_gradient = True
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the user registered hooks on the gradient, which only autograd can run."""
         before, after = self._backward_hooks or {}, self._post_accumulate_grad_hooks or {}
-        return bool(before) or bool(after and list(after.values()) != [take_gradient])
+        return bool(before) or bool(after and list(after.values()) != [gradient_hook])
 
     # What code outside of PyTorch asks a tensor for.
 
@@ -397,15 +396,6 @@ class StoredTensor(Checkpointable, torch.Tensor):
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         """A state of this parameter as users see it."""
         return tensor
-
-    def put_aside(self) -> None:
-        """Keep the gradient, in whose place eager autograd is about to leave this rank's alone; see `set_aside`."""
-        self._aside = self.grad
-
-    def set_aside(self) -> torch.Tensor | None:
-        """The gradient that was put aside, if any; it is not aside any more."""
-        aside, self._aside = self._aside, None
-        return aside
 
     def gathered(self) -> torch.Tensor:
         """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""

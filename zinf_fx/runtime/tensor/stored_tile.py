@@ -94,6 +94,13 @@ class StoredTile:
         """The storages. Their model is alive while one of its graphs runs."""
         return [storage() for storage in self._storages]
 
+    @property
+    def first(self) -> TensorStorage:
+        """The first of the storages; of most tiles, the only one."""
+        storage = self._storages[0]()
+        assert storage is not None, "the model is alive while one of its graphs runs"
+        return storage
+
     def _is_of(self, storages: Sequence[TensorStorage], planned: Tile) -> bool:
         if len(self._storages) != len(storages) or self._shapes != _shapes_in(planned):
             return False

@@ -39,14 +39,14 @@ def batch(number: int) -> Tensor:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
     """The windows that are opened early."""
-    read, found = StoredBytes.read_ahead, []
+    read, found = StoredBytes.prefetch, []
 
     def noted(self: StoredBytes, start: int, count: int, offset: int | None = None) -> Window | None:
         window = read(self, start, count, offset)
         found.extend([] if window is None else [window])
         return window
 
-    monkeypatch.setattr(StoredBytes, "read_ahead", noted)
+    monkeypatch.setattr(StoredBytes, "prefetch", noted)
     return found
 
 
@@ -86,7 +86,7 @@ def test_as_much_is_read_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     moved = []
     for name in ("with", "without"):
         if name == "without":
-            monkeypatch.setattr(StoredBytes, "read_ahead", lambda *given: None)
+            monkeypatch.setattr(StoredBytes, "prefetch", lambda *given: None)
         (tmp_path / name).mkdir()
         model = zinf_fx.offload(build(), store=tmp_path / name, placement="nvme", tile="6KiB")
         compiled = torch.compile(model, backend="zinf")
@@ -103,7 +103,7 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.storage.bytes
     values = held.copied(0, held.count).clone()
-    window = held.read_ahead(0, held.count)
+    window = held.prefetch(0, held.count)
     other = held.device_window(3, 5)
     other.wait().fill_(7.0)
     other.store()
@@ -119,8 +119,8 @@ def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.storage.bytes
     allocated = held.tiers.host.in_use
-    window = held.read_ahead(0, held.count)
-    assert held.read_ahead(0, held.count) is None, "it is there"
+    window = held.prefetch(0, held.count)
+    assert held.prefetch(0, held.count) is None, "it is there"
     new = held.device_window(load=False)
     assert new is not window and window.is_over
     new.close()
@@ -133,7 +133,7 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
     held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
     values = held.copied(0, held.count).clone()
     parts = [(0, 1500), (1500, 1500), (3000, held.count - 3000)]
-    windows = [held.read_ahead(*part) for part in parts]
+    windows = [held.prefetch(*part) for part in parts]
     assert None not in windows
     for part, window in zip(parts, windows, strict=True):
         assert held.device_window(*part) is window
@@ -142,15 +142,15 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
     assert torch.equal(held.copied(0, held.count), values + 1.0)
 
 
-def test_where_the_planned_place_is_taken_nothing_is_read_ahead(tmp_path: Path) -> None:
+def test_where_the_planned_place_is_taken_nothing_is_prefetch(tmp_path: Path) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
     held.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
     other = held.tiers.allocate(held.nbytes, 0)
-    assert held.read_ahead(0, held.count, 0) is None
+    assert held.prefetch(0, held.count, 0) is None
     other.release()
-    assert held.read_ahead(0, held.count, 0) is not None
-    held.drop_ahead(0, held.count)
+    assert held.prefetch(0, held.count, 0) is not None
+    held.drop_prefetched(0, held.count)
 
 
 def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -> None:
@@ -172,6 +172,6 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     tiers.drain()
     assert ahead and all(window.is_over for window in ahead)
     assert not any(
-        parameter.grad.storage.bytes._ahead for parameter in model.parameters() if parameter.grad is not None
+        parameter.grad.storage.bytes._prefetched for parameter in model.parameters() if parameter.grad is not None
     )
     assert tiers.host.in_use <= allocated

@@ -1,17 +1,17 @@
-"""What is known of the gradient of a stored parameter, besides its value."""
+"""What becomes of the gradient of a stored parameter: where it may live, who takes it, and the gradient hook."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from zinf_fx.adam import MasterForm, StateForm
 
-S = TypeVar("S")
+B = TypeVar("B")
 
 
 class GradientConsumer(Protocol):
@@ -28,11 +28,12 @@ class GradientConsumer(Protocol):
 
 
 @dataclass
-class GradientState(Generic[S]):
-    """Where the gradient of one parameter is going to, and when it is whole.
+class PendingGradient(Generic[B]):
+    """What is known of the gradient of one parameter before it is there.
 
     Attributes:
-        space: the storage reserved for the gradient, if any; in use while anybody else has it.
+        buffers: by the keys of the parameters that have a place in them, the buffers with one for this gradient.
+        replaced: the gradient in whose place eager autograd leaves this rank's alone, until that is added to it.
         backwards_due: compiled forward passes with the parameter that have no backward pass yet.
         followed: whether there was a consumer at any time.
         any_followed: whether any gradient of this process is.
@@ -40,7 +41,8 @@ class GradientState(Generic[S]):
         master_dtype: the same of its master.
     """
 
-    space: S | None = None
+    buffers: dict[tuple[int, ...], B] = field(default_factory=dict)
+    replaced: torch.Tensor | None = None
     backwards_due: int = 0
     followed: bool = False
     any_followed: ClassVar[bool] = False
@@ -56,8 +58,27 @@ class GradientState(Generic[S]):
     @consumer.setter
     def consumer(self, consumer: GradientConsumer) -> None:
         self._consumer, self.followed = weakref.ref(consumer), True
-        GradientState.any_followed = True
+        PendingGradient.any_followed = True
+
+    def take_replaced(self) -> torch.Tensor | None:
+        """The gradient that was replaced, if any: it is the parameter's again."""
+        replaced, self.replaced = self.replaced, None
+        return replaced
 
     def backward_ended(self) -> None:
         """One backward pass that was due has used the parameter, or won't come."""
         self.backwards_due = max(self.backwards_due - 1, 0)
+
+
+_gradient_arrived: Callable[[torch.Tensor], None]
+
+
+def implement_gradient_hook(arrived: Callable[[torch.Tensor], None]) -> None:
+    """Let `gradient_hook` call `arrived`; called once, by the module that moves gradients to their tier."""
+    global _gradient_arrived
+    _gradient_arrived = arrived
+
+
+def gradient_hook(parameter: torch.Tensor) -> None:
+    """Move the gradient that eager autograd left in a parameter's `grad` to the tier of gradients."""
+    _gradient_arrived(parameter)

@@ -1,62 +1,81 @@
-"""The gradients that leave one run of a backward graph, until each is final and may be consumed."""
+"""What becomes of the gradients of one run of a backward graph: they are reduced and offloaded, and then consumed."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
-from zinf_fx.plan.memory.accounting import gradient_buffer_bytes
+from zinf_fx.plan.memory.accounting import gradient_buffer_bytes, offloads_to_nvme, prefetched_gradient_buffers
 from zinf_fx.plan.packs import gradient_offsets
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import GraphSchedule, Tile
 from zinf_fx.runtime.gradients.accumulate import (
     Addends,
-    accumulate_gradient,
-    accumulate_gradient_part,
-    accumulate_side_by_side,
+    Gradient,
+    accumulate,
     addends_of,
-    addends_of_pack,
-    give_back_unreduced,
-    is_reduced_now,
     new_gradient,
-    reduction_of,
-    reduction_of_pack,
-    take_unreduced,
+    start_reduction,
 )
-from zinf_fx.runtime.gradients.ahead import GradientsAhead, RoomsAhead
 from zinf_fx.runtime.gradients.leaf import Due, Leaf, due_to, leaves_of_node
-from zinf_fx.runtime.gradients.plain import leave_copies, noted
-from zinf_fx.runtime.gradients.reduction import PackReduction, ReducedMember, Reduction
+from zinf_fx.runtime.gradients.reduction import ReducedGradient, Reduction
+from zinf_fx.runtime.gradients.state import is_reduced_now, restore_local, take_local
 from zinf_fx.runtime.recorder import GRADIENT, RECORDER
-from zinf_fx.runtime.tensor.gradient_state import GradientConsumer, GradientState
+from zinf_fx.runtime.tensor.pending_gradient import GradientConsumer, PendingGradient
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
 
+_OfTile = Gradient | Sequence[Gradient]
+"""The gradient of a tile as a graph passes it on, or those of a pack."""
 
-class Departures:
-    """What is known of a graph's parameters and their gradients before it runs.
+
+class _PrefetchedBuffer(NamedTuple):
+    """The buffer of a gradient on its way to NVMe, which is there before the gradient is computed.
 
     Attributes:
-        last_uses: of each parameter's tile, how many releases and offloads of it the graph has.
-        gradients: how many offloads alone.
-        to_nvme: those that leave for NVMe.
+        tile, label: the tile whose gradient it is for.
+        offset: where it lies in the host arena's region.
+        limit: how many bytes of gradients may be on their way to NVMe when it is taken.
+    """
+
+    tile: int
+    label: str
+    offset: int | None
+    limit: int
+
+
+class PlannedGradients:
+    """What is known of the gradients of a backward graph before it runs.
+
+    Attributes:
+        last_uses: by tile, how many releases and offloads of it the graph has.
+        offloads: by tile, how many offloads alone.
+        prefetched: by the number of a gradient that has left for NVMe, the buffers that are there from then on.
     """
 
     def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
-        offloads = [event for event in events if event.kind == "offload"]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
-        self.gradients = Counter(event.tile for event in offloads)
-        self.to_nvme = RoomsAhead(plan, schedule)
+        self.offloads = Counter(event.tile for event in events if event.kind == "offload")
+        self.prefetched: defaultdict[int, list[_PrefetchedBuffer]] = defaultdict(list)
+        offloads = offloads_to_nvme(schedule)
+        nbytes = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in offloads]
+        buffers = zip(offloads, prefetched_gradient_buffers(plan, schedule), strict=True)
+        for number, (event, before) in enumerate(buffers):
+            if before is not None:
+                label = schedule.tiles[event.tile].label
+                limit = plan.gradient_buffer - sum(nbytes[before + 1 : number + 1])
+                self.prefetched[before].append(_PrefetchedBuffer(event.tile, label, event.offset, limit))
 
 
-class LeavingGradients:
+class BackwardGradients:
     """What becomes of the gradients of one run of a backward graph. Dictionaries are by the storages' keys, but for
     what `leaves_of_node` gives."""
 
@@ -65,33 +84,33 @@ class LeavingGradients:
         plan: Plan,
         tiles: Sequence[Tile],
         storages: Sequence[StoredTile],
-        departures: Departures,
+        planned: PlannedGradients,
         followed: bool,
     ) -> None:
         """`storages`: of each tile. `followed`: whether somebody is to know when the graph has used a parameter."""
         self._plan, self._tiles, self._storages = plan, tiles, storages
-        self._last_uses = departures.last_uses if followed else {}
-        self._ahead = GradientsAhead(departures.to_nvme, storages)
-        self._reducing: Reduction | PackReduction | None = None  # the gradient that began last
+        self._last_uses = planned.last_uses if followed else {}
+        self._prefetched = planned.prefetched
+        self._left_for_nvme = 0
+        self._prefetches: list[Addends] = []
+        self._reducing: Reduction | None = None  # that began last
         self._begun: dict[int, _PartialGradient] = {}
-        self._unreduced: dict[int, _PartialGradient] = {}
-        # By tokens' ids, parameters whose gradients are to be returned, and what their `grad` was: see `returned`.
+        self._local: dict[int, _PartialGradient] = {}
+        # By tokens' ids, parameters whose gradients are to be returned, and what their `grad` was: see `end`.
         self._returning: dict[int, tuple[StoredTensor, torch.Tensor | None]] = {}
         # What is to come of releases and offloads, and of offloads alone.
         self._uses_left: Counter[int] = Counter()
         self._gradients_left: Counter[int] = Counter()
         for tile, uses in self._last_uses.items():
             self._uses_left[storages[tile].key] += uses
-            self._gradients_left[storages[tile].key] += departures.gradients[tile]
+            self._gradients_left[storages[tile].key] += planned.offloads[tile]
 
     @cached_property
     def _leaves(self) -> dict[int, Leaf]:
         """The parameters that gradients go to."""
         return leaves_of_node()
 
-    def reduce_scatter(
-        self, tile: int, gradient: torch.Tensor | list[torch.Tensor]
-    ) -> torch.Tensor | Reduction | list[torch.Tensor | ReducedMember]:
+    def reduce_scatter(self, tile: int, gradient: torch.Tensor | list[torch.Tensor]) -> _OfTile:
         """Start to average a gradient, or those of a pack, over the ranks. One rank's is the average."""
         storage, planned = self._storages[tile], self._tiles[tile]
         if storage.ranks.size == 1:
@@ -101,36 +120,27 @@ class LeavingGradients:
             return gradient
         if self._reducing is not None:
             self._reducing.advance()  # by now, its group has summed it while operators computed
+        gradients = gradient if isinstance(gradient, list) else [gradient]
         with RECORDER.about(planned.label, GRADIENT):
-            several = zip(storage.members, parameters, strict=True)
-            before = [self._before(member.key, parameter, planned.start) for member, parameter in several]
-            if planned.members:
-                found, self._reducing = reduction_of_pack(parameters, gradient, planned.label, before)
-                return found
-            found = reduction_of(*parameters, planned.start, gradient, planned.label, *before)
-        self._reducing = found if isinstance(found, Reduction) else None
-        return found
+            both = zip(storage.members, parameters, strict=True)
+            before = [self._before(member.key, parameter, planned.start) for member, parameter in both]
+            start = 0 if planned.members else planned.start
+            reduced, self._reducing = start_reduction(parameters, gradients, planned.label, before, start)
+        return reduced if isinstance(gradient, list) else reduced[0]
 
     def reduced_now(self, tile: int) -> list[bool]:
         """Of the gradient of a tile, or of each of a pack, whether this run is to reduce it."""
         parameters = [self._accumulating(member) for member in self._storages[tile].members]
         return [parameter is not None and is_reduced_now(parameter) for parameter in parameters]
 
-    def offload(
-        self,
-        tile: int,
-        shard: torch.Tensor | Reduction | list[torch.Tensor | ReducedMember],
-        offset: int | None = None,
-    ) -> None:
+    def offload(self, tile: int, gradient: _OfTile, offset: int | None = None) -> None:
         """Move a gradient, or those of a pack, to its tier and add it to the parameter's `.grad`, as autograd would."""
         storage, planned = self._storages[tile], self._tiles[tile]
+        gradients = [gradient] if isinstance(gradient, Gradient) else gradient
         with RECORDER.about(planned.label, GRADIENT):
-            if planned.members:
-                self._accumulate_pack(storage, tile, shard, offset)
-            else:
-                self._accumulate(*storage.members, tile, shard, offset)
+            self._accumulate(storage, tile, gradients, offset)
         if planned.gradient_tier == "nvme":
-            self._ahead.has_left(self._addends_of)
+            self._prefetch()
         if tile in self._last_uses:
             self._gradients_left[storage.key] -= 1
         self.passed(tile)
@@ -138,20 +148,17 @@ class LeavingGradients:
     def copy_gradients(self, tiles: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Add copies of gradients to their parameters' `.grad`, ordinary tensors of the same device: somebody may hold
         a gradient, or it lives somewhere else in the device's memory."""
-        found = []
+        taken = []
         for tile, gradient in zip(tiles, gradients, strict=True):
-            (storage,) = self._storages[tile].members
-            parameter = self._taking(storage, self._tiles[tile].name)
+            parameter = self._taking(self._storages[tile].first, self._tiles[tile].name)
             if parameter is not None:
-                found.append((parameter, storage, gradient))
-        if RECORDER.log is None:
-            leave_copies(found)
-            return
-        labels = {id(*self._storages[tile].members): self._tiles[tile].label for tile in tiles}
-        for one in found:
-            _, storage, gradient = one
-            with RECORDER.about(labels[id(storage)], GRADIENT), noted(storage, gradient.nbytes):
-                leave_copies([one])
+                taken.append((tile, parameter, gradient))
+        if RECORDER.log is not None:
+            for tile, parameter, gradient in taken:
+                with RECORDER.about(self._tiles[tile].label, GRADIENT):
+                    accumulate([parameter], [gradient])
+        elif taken:
+            accumulate([parameter for _, parameter, _ in taken], [gradient for _, _, gradient in taken])
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
@@ -163,12 +170,13 @@ class LeavingGradients:
         if not self._uses_left[storage.key]:
             consumed: defaultdict[GradientConsumer, list[StoredTensor]] = defaultdict(list)
             for member in storage.members:
-                state = member.gradient
-                state.backward_ended()
+                pending = member.gradient
+                pending.backward_ended()
                 leaf = self._leaves.get(id(member.token))
-                is_due = leaf is not None and id(member.token) not in self._returning
-                if state.consumer is not None and not state.backwards_due and is_due:
-                    consumed[state.consumer].append(leaf[0])
+                if leaf is None or pending.backwards_due or id(member.token) in self._returning:
+                    continue
+                if (consumer := pending.consumer) is not None:
+                    consumed[consumer].append(leaf[0])
             for consumer, parameters in consumed.items():
                 consumer.take_gradients(parameters)
 
@@ -176,7 +184,7 @@ class LeavingGradients:
         """All have left. Returns the graph's results, with gradients that torch.autograd.grad() is to return: they have
         come where those that are added to `grad` do, and whatever was there is there again. `tokens`: by position
         among the results, that of the parameter whose gradient it is."""
-        self._ahead.close()
+        self._drop_prefetches()
         if not self._returning:
             return results
         found = {token: parameter.grad for token, (parameter, _) in self._returning.items()}
@@ -191,24 +199,22 @@ class LeavingGradients:
 
     def abort(self, error: BaseException) -> None:
         """After `error`: half a gradient is none."""
-        self._ahead.close()
+        self._drop_prefetches()
         for begun in self._begun.values():
             if begun.missing:
                 begun.parameter.grad = None
-        for begun in self._unreduced.values():
-            give_back_unreduced(begun.parameter, begun.before)
+        for begun in self._local.values():
+            restore_local(begun.parameter, begun.before)
         self._give_back_grads()
         if self._uses_left:
-            members = (member for storage in self._storages for member in storage.members)
-            for consumer in {member.gradient.consumer for member in members} - {None}:
+            for consumer in _consumers(member for storage in self._storages for member in storage.members):
                 consumer.abandon(error)
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
         """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
         token = id(storage.token)
         leaf = self._leaves.get(token)
-        due = Due.NOTHING if leaf is None else due_to(leaf)
-        if due is Due.NOTHING:
+        if leaf is None or (due := due_to(leaf)) is Due.NOTHING:
             return None
         parameter, _ = leaf
         if due is Due.RETURNED and token not in self._returning:
@@ -232,94 +238,94 @@ class LeavingGradients:
             )
         return parameter
 
-    def _accumulate(
-        self, storage: TensorStorage, tile: int, shard: torch.Tensor | Reduction, offset: int | None
-    ) -> None:
-        parameter = self._taking(storage, self._tiles[tile].name)
-        if parameter is None or self._keep_for_consumer(storage, parameter, shard, self._gradients_left[storage.key]):
+    def _accumulate(self, storage: StoredTile, tile: int, gradients: Sequence[Gradient], offset: int | None) -> None:
+        """Add the gradients of a tile to those of their parameters, as far as these are to have them."""
+        planned = self._tiles[tile]
+        names = [member.name for member in planned.members] or [planned.name]
+        starts = gradient_offsets(planned, self._plan.stage) if planned.members and offset is not None else [0]
+        parameters: list[StoredTensor] = []
+        arriving: list[Gradient] = []
+        offsets: list[int | None] = []
+        for number, (member, gradient) in enumerate(zip(storage.members, gradients, strict=True)):
+            parameter = self._taking(member, names[number])
+            if parameter is None or self._keep_for_consumer(parameter, gradient, self._gradients_left[storage.key]):
+                continue
+            parameters.append(parameter)
+            arriving.append(gradient)
+            offsets.append(None if offset is None else offset + starts[number])
+        if not parameters:
             return
-        self._make_room([parameter], tile)
+        self._make_room(parameters, tile)
         self._limit_writes(storage, tile)
-        if self._tiles[tile].rows is None:
-            accumulate_gradient(parameter, shard, offset)
-            self._unreduced.pop(storage.key, None)
-        else:
-            self._offload_part(storage.key, parameter, self._tiles[tile], shard, offset)
+        if planned.rows is not None:
+            self._accumulate_part(storage.key, parameters[0], planned, arriving[0], offset)
+            return
+        accumulate(parameters, arriving, offsets)
+        for member in storage.members if self._local else ():
+            self._local.pop(member.key, None)
+
+    def _prefetch(self) -> None:
+        """A gradient has left for NVMe: read what those are to be added to whose buffers are there now."""
+        for buffer in self._prefetched.get(self._left_for_nvme, ()):
+            tiers = self._storages[buffer.tile].tiers
+            with RECORDER.about(buffer.label, GRADIENT):
+                tiers.limit_writes(buffer.limit)
+                addends = self._addends_of(buffer.tile) if tiers.background is None else None
+                if addends and addends.stored.prefetch(addends.start, addends.count, buffer.offset):
+                    self._prefetches.append(addends)
+        self._left_for_nvme += 1
+
+    def _drop_prefetches(self) -> None:
+        """Give back what was read and not used."""
+        prefetches, self._prefetches = self._prefetches, []
+        for addends in prefetches:
+            addends.stored.drop_prefetched(addends.start, addends.count)
 
     def _addends_of(self, tile: int) -> Addends | None:
-        """What the gradient of a tile, or those of a pack, are to be added to, where that is known by now."""
+        """What the gradients of a tile are to be added to, where that is known by now."""
         storage, planned = self._storages[tile], self._tiles[tile]
-        parameters = [self._accumulating(member) for member in storage.members]
-        if any(parameter is None or parameter.grad is None for parameter in parameters):
+        accumulating = [self._accumulating(member) for member in storage.members]
+        parameters = [parameter for parameter in accumulating if parameter is not None and parameter.grad is not None]
+        if len(parameters) < len(accumulating):
             return None
-        if planned.members:
-            return addends_of_pack(storage, parameters)
         begun = self._begun.get(storage.key)
         if begun is not None and planned.start in begun.missing:
             return None
-        return addends_of(parameters[0], planned.start, planned.numel)
-
-    def _accumulate_pack(
-        self, pack: StoredTile, tile: int, gradients: list[torch.Tensor | ReducedMember], offset: int | None
-    ) -> None:
-        planned = self._tiles[tile]
-        found = [
-            (number, parameter, gradient)
-            for number, (storage, gradient) in enumerate(zip(pack.members, gradients, strict=True))
-            if (parameter := self._taking(storage, planned.members[number].name)) is not None
-            and not (
-                GradientState.any_followed
-                and self._keep_for_consumer(storage, parameter, gradient, self._gradients_left[pack.key])
-            )
-        ]
-        if not found:
-            return
-        _, parameters, shards = zip(*found, strict=True)
-        self._make_room(parameters, tile)
-        self._limit_writes(pack, tile)
-        if len(found) < len(gradients) or not accumulate_side_by_side(pack, parameters, shards, offset):
-            starts = gradient_offsets(planned, self._plan.stage)
-            for number, parameter, shard in found:
-                accumulate_gradient(parameter, shard, None if offset is None else offset + starts[number])
-        for member in pack.members if self._unreduced else ():
-            self._unreduced.pop(member.key, None)
+        return addends_of(parameters, planned.start, planned.numel)
 
     def _make_room(self, parameters: Sequence[StoredTensor], tile: int) -> None:
         """Where an optimizer steps in backward, before gradients take host memory until they are consumed."""
         planned = self._tiles[tile]
-        if not GradientState.any_followed or planned.gradient_tier != "host":
+        if not PendingGradient.any_followed or planned.gradient_tier != "host":
             return
         if any(parameter.grad is not None for parameter in parameters):
             return  # they have it
         whole = planned.gradient_nbytes_at_once(self._plan.stage) if planned.rows is None else parameters[0].nbytes
-        for consumer in {parameter.storage.gradient.consumer for parameter in parameters} - {None}:
+        for consumer in _consumers(parameter.storage for parameter in parameters):
             consumer.make_room(whole)
 
-    def _limit_writes(self, storage: StoredTile | TensorStorage, tile: int) -> None:
+    def _limit_writes(self, storage: StoredTile, tile: int) -> None:
         """Wait until there is room for the gradient's buffer."""
         if self._tiles[tile].gradient_tier == "nvme":
             nbytes = gradient_buffer_bytes(self._tiles[tile], self._plan.stage)
             storage.tiers.limit_writes(max(self._plan.gradient_buffer - nbytes, 0))
 
-    def _keep_for_consumer(
-        self,
-        storage: TensorStorage,
-        parameter: StoredTensor,
-        shard: torch.Tensor | Reduction | ReducedMember,
-        left: int,
-    ) -> bool:
+    def _keep_for_consumer(self, parameter: StoredTensor, gradient: Gradient, left: int) -> bool:
         """Keep a gradient in memory that needs no place on its tier: whole, it is consumed when this graph has used the
         tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
-        state = storage.gradient
-        if storage.share.ranks.size > 1 or state.consumer is None or not storage.device.in_host_memory:
+        if not PendingGradient.any_followed or isinstance(gradient, ReducedGradient):
+            return False
+        storage = parameter.storage
+        pending = storage.gradient
+        if storage.share.ranks.size > 1 or pending.consumer is None or not storage.device.in_host_memory:
             return False
         if id(storage.token) in self._returning:
             return False
-        whole = shard.shape == parameter.shape and shard.dtype == parameter.dtype
-        if not whole or left != 1 or state.backwards_due != 1 or parameter.grad is not None:
+        whole = gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+        if not whole or left != 1 or pending.backwards_due != 1 or parameter.grad is not None:
             return False
-        state.consumer.make_room(shard.nbytes)
-        parameter.grad = shard
+        pending.consumer.make_room(gradient.nbytes)
+        parameter.grad = gradient
         return True
 
     def _before(self, key: int, parameter: StoredTensor | None, start: int) -> StoredTensor | None:
@@ -327,9 +333,9 @@ class LeavingGradients:
         `start`. It is kept until the sum is there."""
         if parameter is None:
             return None
-        if (taken := take_unreduced(parameter)) is not None:
-            self._unreduced[key] = _PartialGradient(parameter, self._starts[key].copy(), taken)
-        waits = self._unreduced.get(key)
+        if (taken := take_local(parameter)) is not None:
+            self._local[key] = _PartialGradient(parameter, self._starts[key].copy(), taken)
+        waits = self._local.get(key)
         if waits is None or start not in waits.missing:
             return None
         waits.missing.remove(start)
@@ -344,20 +350,26 @@ class LeavingGradients:
                 starts[member.key].add(tile.start)
         return starts
 
-    def _offload_part(
-        self, key: int, parameter: StoredTensor, tile: Tile, shard: torch.Tensor | Reduction, offset: int | None
+    def _accumulate_part(
+        self, key: int, parameter: StoredTensor, tile: Tile, gradient: Gradient, offset: int | None
     ) -> None:
         """Add to a range of the gradient, or write it where this run is the first to; it began with no values."""
         if parameter.grad is None:
-            parameter.grad = new_gradient(parameter, parameter.dtype, reduced=isinstance(shard, Reduction))
+            parameter.grad = new_gradient(parameter, parameter.dtype, reduced=isinstance(gradient, ReducedGradient))
             self._begun[key] = _PartialGradient(parameter, self._starts[key].copy())
         begun = self._begun.get(key)
         first = begun is not None and tile.start in begun.missing
-        accumulate_gradient_part(parameter, tile.start, shard, first=first, offset=offset)
-        if first:
+        accumulate([parameter], [gradient], [offset], start=tile.start, first=first)
+        if begun is not None and first:
             begun.missing.remove(tile.start)
             if not begun.missing:
-                self._unreduced.pop(key, None)
+                self._local.pop(key, None)
+
+
+def _consumers(storages: Iterable[TensorStorage]) -> set[GradientConsumer]:
+    """The optimizers that step in backward with the parameters of these storages."""
+    consumers = {storage.gradient.consumer for storage in storages}
+    return {consumer for consumer in consumers if consumer is not None}
 
 
 @dataclass

@@ -1,0 +1,198 @@
+"""Where gradients live: in buffers that are used again in every step, side by side as their parameters are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from zinf_fx.runtime.memory.arena import CachedViews
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.tiers import Tiers
+from zinf_fx.sizes import round_up
+
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+class Lease:
+    """Whoever holds it has the place of one gradient in a buffer. Every tensor with the gradient's bytes does.
+
+    Attributes:
+        buffer, member: the buffer, and which of its places.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "buffer", "member")
+
+    def __init__(self, buffer: GradientBuffer, member: int, memory: _Memory) -> None:
+        """`memory`: of the whole buffer, which is there while anybody holds it."""
+        self.buffer, self.member, self._memory = buffer, member, memory
+
+
+class _Memory:
+    """What all leases of a buffer have that were acquired together."""
+
+
+class GradientRun(NamedTuple):
+    """Consecutive places of a buffer.
+
+    Attributes:
+        bytes: all of them, with what lies between them.
+        cut: makes the gradients of memory with all of them.
+        nbytes: without what lies between them.
+    """
+
+    bytes: StoredBytes
+    cut: CachedViews
+    nbytes: int
+
+
+class GradientBuffer:
+    """Places for the gradients of some parameters, side by side in the order in which these were made.
+
+    [Note: gradient buffers]
+    A gradient acquires its place with a lease, which goes where its bytes go, and is released with the last tensor that
+    has these. Then the next gradient may acquire it. On NVMe, a place stays reserved meanwhile. In host memory, all
+    places are acquired at once; the memory goes back to the arena when the last of them is released, and the next
+    gradients acquire the same memory, if nobody else has it by then.
+
+    Attributes:
+        dtype: of the gradients.
+    """
+
+    def __init__(self, parameters: Sequence[StoredTensor], dtype: torch.dtype | None = None) -> None:
+        """Raises: StoreError when there is no room."""
+        storages = [parameter.storage for parameter in parameters]
+        self._storages = TensorStorage.gradients_side_by_side(storages, dtype)
+        first = self._storages[0]
+        self.dtype, self._allocation = first.dtype, first.bytes.allocation
+        self._keys = tuple(storage.key for storage in storages)
+        self._places = [(parameter.shape, parameter.device) for parameter in parameters]
+        self._returns_memory = first.tier == "host" and first.share.ranks.size == 1
+        self._was_acquired = False
+        self._runs: dict[range, GradientRun] = {}
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its places are acquired again. Other memory goes with the gradients."""
+        return self._returns_memory or self._allocation.tier == "nvme"
+
+    def keep(self, parameters: Sequence[StoredTensor]) -> None:
+        """Let later gradients of these parameters, whose buffer this is, find it."""
+        for parameter in parameters:
+            parameter.storage.gradient.buffers[self._keys] = self
+
+    def members_of(self, keys: tuple[int, ...]) -> range | None:
+        """Which places are for the gradients of the parameters with these keys; None: they aren't consecutive."""
+        first = self._keys.index(keys[0]) if keys[0] in self._keys else 0
+        members = range(first, first + len(keys))
+        return members if self._keys[first : members.stop] == keys else None
+
+    def acquire(self, members: range) -> list[StoredTensor] | None:
+        """New gradients in these places, without values yet; None where that can't be now."""
+        storages = self._storages[members.start : members.stop]
+        if any(storage.lease is not None and storage.lease() is not None for storage in storages):
+            return None
+        memory = _Memory()
+        if self._returns_memory:
+            if len(members) < len(self._storages) or (self._was_acquired and not self._allocation.acquire_again()):
+                return None
+            self._allocation.release_with(memory)
+        self._was_acquired = True
+        gradients = []
+        for member, storage in zip(members, storages, strict=True):
+            lease = Lease(self, member, memory)
+            storage.lease = weakref.ref(lease)
+            gradients.append(StoredTensor.of(storage, *self._places[member]))
+        return gradients
+
+    def has(self, gradient: StoredTensor, member: int) -> bool:
+        """Whether a gradient is in a place of this buffer."""
+        return member < len(self._storages) and self._storages[member] is gradient.storage
+
+    def run(self, members: range) -> GradientRun:
+        """These places as one."""
+        if members not in self._runs:
+            storages = self._storages[members.start : members.stop]
+            held = [storage.bytes for storage in storages]
+            starts = [one.first - held[0].first for one in held]
+            parts = [slice(start, start + one.count) for start, one in zip(starts, held, strict=True)]
+            shapes = [
+                (storage.share.held,) if storage.share.partitioned else tuple(self._places[member][0])
+                for member, storage in zip(members, storages, strict=True)
+            ]
+            nbytes = sum(one.nbytes for one in held)
+            self._runs[members] = GradientRun(side_by_side(held), CachedViews(parts, shapes), nbytes)
+        return self._runs[members]
+
+
+def run_of(gradients: Sequence[StoredTensor]) -> GradientRun | None:
+    """Where gradients live, if these are consecutive places of one buffer."""
+    lease = gradients[0]._lease
+    if not isinstance(lease, Lease):
+        return None
+    members = range(lease.member, lease.member + len(gradients))
+    if not all(map(lease.buffer.has, gradients, members)):
+        return None
+    return lease.buffer.run(members)
+
+
+def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
+    """Reserve places for the gradients of parameters that live side by side, or of one, where space may run out: on
+    disk.
+
+    Raises: StoreError when there is none, now and not in the first backward pass.
+    """
+    first = parameters[0]
+    if first.requires_grad and first.grad is None and first.storage.placement.gradients == "nvme":
+        GradientBuffer(parameters).keep(parameters)
+
+
+def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> list[StoredTensor]:
+    """Gradients without values yet, on the tier of gradients, for parameters in the order in which these were made: all
+    in one buffer, unless some places on NVMe are taken."""
+    keys = tuple(parameter.storage.key for parameter in parameters)
+    for buffer in parameters[0].storage.gradient.buffers.values():
+        members = buffer.members_of(keys) if buffer.dtype == dtype else None
+        if members is not None and (gradients := buffer.acquire(members)) is not None:
+            return gradients
+    if len(parameters) > 1 and parameters[0].storage.placement.gradients == "nvme":
+        return [gradient for parameter in parameters for gradient in stored_gradients([parameter], dtype)]
+    buffer = GradientBuffer(parameters, dtype)
+    if buffer.is_kept and parameters[0].storage.placement.gradients == "host":
+        buffer.keep(parameters)
+    gradients = buffer.acquire(range(len(parameters)))
+    assert gradients is not None, "nobody has a place of a new buffer"
+    return gradients
+
+
+def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    """A gradient of this rank alone, without values yet: whole, whatever ZeRO's stage is."""
+    storage = parameter.storage.like(parameter.storage.placement.gradients, dtype)
+    storage.share.unreduced = parameter.storage.share.ranks.size > 1
+    return StoredTensor.of(storage, parameter.shape, parameter.device)
+
+
+def plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """An ordinary gradient without values yet, in the memory of its tier: see [Note: plain gradients].
+
+    Raises: StoreError when the host arena has no room.
+    """
+    storage = parameter.storage
+    if storage.placement.gradients == "device":
+        return torch.empty(parameter.shape, dtype=dtype, device=storage.device.torch_device)
+    (made,) = plain_gradients(storage.tiers, [(parameter.shape, dtype)])
+    return made
+
+
+def plain_gradients(tiers: Tiers, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """As `plain_gradient`, in host memory, of these shapes and dtypes: in one buffer, which goes back when nobody has
+    any of them."""
+    sizes = [round_up(shape.numel() * dtype.itemsize, _ALIGNMENT) for shape, dtype in kinds]
+    starts = [0, *accumulate(sizes)]
+    buffer = tiers.allocate(starts.pop())
+    return buffer.owning_tensors([(start, shape, dtype) for start, (shape, dtype) in zip(starts, kinds, strict=True)])
