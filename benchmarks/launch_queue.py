@@ -253,7 +253,7 @@ class LaunchQueue(TorchDispatchMode):
         """Model the disk of a store: nothing of it is read, written or reserved from now on."""
         (volume,) = store.volumes
         volume.file.detach()
-        volume.file = self.disk
+        volume._file = self.disk
         volume._space.extend(volume.size, _DISK)
         volume.size += _DISK
 

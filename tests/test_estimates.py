@@ -369,6 +369,7 @@ def test_models_of_section_5_1_1(only):
     assert "nvme" not in huge.exceeded
 
 
+@pytest.mark.slow
 def test_checkpoints_leave_the_device_only_when_they_must_and_parameters_do(only):
     only("infinity-cpu")
     small = replace(FOUR, device=replace(FOUR.device, capacity=96 << 20))

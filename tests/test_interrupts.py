@@ -296,3 +296,32 @@ def test_a_child_that_another_thread_forks_holds_nothing_back():
         thread.start()
         thread.join()
     assert codes == [3]
+
+
+@pytest.mark.parametrize("block", [held_back, sealed, finalizing])
+def test_a_finalizer_runs_while_a_block_begins_or_ends(block: interrupts.Block, monkeypatch: pytest.MonkeyPatch):
+    """As the garbage collector may call one at any allocation: the handlers of before are in force afterwards."""
+    set_handler = interrupts._set
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2)]
+    finalized = []
+
+    def set_and_collect(number: int, handler: interrupts.Handler) -> object:
+        with finalizing:
+            finalized.append(number)
+        earlier = set_handler(number, handler)
+        with finalizing:
+            pass
+        return earlier
+
+    monkeypatch.setattr(interrupts, "_set", set_and_collect)
+    try:
+        with block:
+            assert interrupts.INTERRUPTS.depth == 1
+        assert len(finalized) >= 4 and interrupts.INTERRUPTS.depth == 0
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2)] == handlers
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)

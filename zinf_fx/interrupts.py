@@ -97,10 +97,12 @@ class _Held:
             self._handlers[number](number, frame)
 
     def begin(self) -> None:
-        """Hold back from now on."""
-        self.since = None
-        self._came.clear()
+        """Open the outermost block. A finalizer that the garbage collector runs meanwhile is in it: were its block an
+        outermost one, too, it would take handlers for the user's that are not."""
         try:
+            self.depth = 1
+            self.since = None
+            self._came.clear()
             for number in _SIGNALS:
                 handler = _get(number)
                 if callable(handler):
@@ -111,10 +113,14 @@ class _Held:
             raise
 
     def end(self, later: bool = False) -> None:
-        """Hold back no more, and raise what was held back: at once, or `later`."""
+        """End the outermost block, and raise what was held back: at once, or `later`."""
         try:
-            self._put_back()
+            try:
+                self._put_back()
+            finally:
+                self.depth = 0
         finally:
+            self.depth = 0  # also where a handler that is back in force raised at the line above
             came = list(self._came)
             self.since = None
             self._came.clear()
@@ -144,7 +150,7 @@ class _Held:
         thread is this one."""
         self.main = get_ident()
         if not self._forks and self.depth:
-            self.depth = self.sealed = 0
+            self.sealed = 0
             self._came.clear()
             self.end()
 
@@ -179,9 +185,10 @@ class Block:
 
     def __enter__(self) -> None:
         if get_ident() == INTERRUPTS.main:
-            if not INTERRUPTS.depth:
+            if INTERRUPTS.depth:
+                INTERRUPTS.depth += 1
+            else:
                 INTERRUPTS.begin()
-            INTERRUPTS.depth += 1
             INTERRUPTS.sealed += self._sealed
 
     def __exit__(
@@ -189,8 +196,9 @@ class Block:
     ) -> None:
         if get_ident() == INTERRUPTS.main:
             INTERRUPTS.sealed -= self._sealed
-            INTERRUPTS.depth -= 1
-            if not INTERRUPTS.depth:
+            if INTERRUPTS.depth > 1:
+                INTERRUPTS.depth -= 1
+            else:
                 INTERRUPTS.end(later=self._finalizing)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

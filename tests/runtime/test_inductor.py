@@ -172,7 +172,7 @@ def test_a_value_that_nothing_else_needs_dies_inside_of_the_region() -> None:
         return torch.zeros(1)
 
     here = Here(frozenset(), frozenset(), frozenset(), followed=False, searches_for_nan=False)
-    bound = bind(fx.GraphModule({}, graph), (), {"exp": 0, "region": 0}, here, (), {}, {"region": region})
+    bound = bind(fx.GraphModule({}, graph), (), {"exp": 0, "region": 0}, here, {}, {"region": region})
     bound(mock.MagicMock(), [torch.ones(1)])
     assert alive == [False, True]  # the value, and an input that is a result
 

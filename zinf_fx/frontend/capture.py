@@ -164,10 +164,10 @@ class Capture:
                 if not argument.expects_gradient:
                     argument.expect_gradient()
             if not (torch.is_grad_enabled() and stored):
-                return compiled(*arguments)
-            earlier = compiled_nodes(arguments)
-            results = compiled(*arguments)
-            refuse_second_derivatives(compiled_nodes([*arguments, *tree_leaves(results)]) - earlier)
+                return compiled(*inputs)
+            earlier = compiled_nodes(inputs)
+            results = compiled(*inputs)
+            refuse_second_derivatives(compiled_nodes([*inputs, *tree_leaves(results)]) - earlier)
             return results
 
         return call

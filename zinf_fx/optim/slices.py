@@ -182,6 +182,7 @@ class StoredRow:
             storage.bytes.first - self._held.first + storage.share.position(some.start)
             for storage, some in zip(storages, elements, strict=True)
         ]
+        self._is_leased = all(storage.lease is not None for storage in storages)
         # Of whole members, with what lies between them.
         is_run = len(several) > 1
         self._start, self._count = (0, self._held.count) if is_run else (firsts[0], len(elements[0]))
@@ -190,8 +191,8 @@ class StoredRow:
 
     @property
     def holds_no_memory(self) -> bool:
-        """Whether it is all the same to the memories how long this is there."""
-        return self._held.tier == "nvme" or self._held.allocation.is_reused
+        """Whether it is all the same to the memories how long this is there: buffers of gradients are used again."""
+        return self._is_leased and (self._held.tier == "nvme" or self._held.allocation.is_reused)
 
     def open(self, place: Device, load: bool) -> Window | DeviceWindow:
         """Open a window with all of them, where `place` computes."""

@@ -109,7 +109,7 @@ class Ranks:
         self._device_watchdog = DeviceWatchdog(f"rank {self.rank} of {self.size}", timeout)
         self._everyone_meets: Rendezvous | None = None
         self._within_meets: Rendezvous | None = None
-        self._by_group: dict[dist.ProcessGroup, Rendezvous] = {}
+        self._by_group: dict[dist.ProcessGroup | None, Rendezvous] = {}
         if everyone is not None and self.size > 1:
             for group in filter(None, (everyone, within, across)):
                 self._by_group[group] = Rendezvous.of(group, timeout)
@@ -291,7 +291,6 @@ class Ranks:
     ) -> Collective:
         """Start a collective of torch.distributed, noted as `kind`, if any, which moves the bytes of `moved`.
         `afterwards`: what is left to do when it is over."""
-        assert group is not None  # there are several ranks
         rendezvous = self._by_group[group]
         number = rendezvous.begin(what)
         note = None if kind is None else RECORDER.begin(kind, moved.nbytes, moved.device, what)

@@ -118,7 +118,7 @@ def slabs(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
 class HostMapping(mmap.mmap):
     """A private mapping, and the slabs of it that a device knows until it goes."""
 
-    _pid = 0  # of one that the system refused, which is never initialised
+    _registry: Registry | None = None  # of one that the system refused, which is never initialised
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._registry: Registry | None = None
