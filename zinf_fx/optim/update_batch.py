@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -133,7 +134,9 @@ class UpdateBatch:
             chunk.let_go_of_gradients()
 
     def _cut(self, elements: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
+        """Chunks by their first parameter, and those of a kind in the order in which they were cut: the last slice of a
+        parameter is updated last."""
+        chunks: list[tuple[int, Chunk]] = []
         by_kind: dict[UpdateKind, dict[StoredTensor, Update]] = {}
         for update in self.updates:
             by_kind.setdefault(update.group.kind, {})[update.states.parameter] = update
@@ -141,14 +144,18 @@ class UpdateBatch:
             members = [updates[parameter] for parameter in chain.from_iterable(by_allocation(updates))]
             if kind.whole:
                 wholes = [(update, range(update.states.parameter.numel())) for update in members]
-                chunks += [Chunk([SliceStates([update], [whole], is_last=True)]) for update, whole in wholes]
+                for update, whole in wholes:
+                    chunk = Chunk([SliceStates([update], [whole], is_last=True)])
+                    chunks.append((update.states.parameter.storage.key, chunk))
                 continue
+            place = 0
             follows = [False, *(other.joins(one) for one, other in pairwise(members))]
             sizes = [Member(one.states.updated, joins) for one, joins in zip(members, follows, strict=True)]
             for slices in cut(sizes, elements, AT_A_TIME):
                 of = [(members[one.members.start : one.members.stop], one.elements, one.is_last) for one in slices]
-                chunks.append(Chunk([SliceStates(*states) for states in of]))
-        return sorted(chunks, key=lambda chunk: chunk.slices[0].parameters[0].storage.key)
+                place = max(place, of[0][0][0].states.parameter.storage.key)
+                chunks.append((place, Chunk([SliceStates(*states) for states in of])))
+        return [chunk for _, chunk in sorted(chunks, key=itemgetter(0))]
 
 
 def _let_go_of_bytes(batch: UpdateBatch | None) -> None:
