@@ -121,7 +121,7 @@ class HostMapping(mmap.mmap):
     _registry: Registry | None = None  # of one that the system refused, which is never initialised
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._registry: Registry | None = None
+        self._registry = None
         self._refused = False
         self._known: set[int] = set()
         self._pid = os.getpid()
