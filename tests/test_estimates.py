@@ -157,7 +157,7 @@ def test_a_layer_moves_and_has_what_the_papers_say(planner: Planner, preset: str
 
 
 def test_the_links_take_as_long_as_the_papers_volumes(planner: Planner):
-    """Of a ring: 3/4 of the message of each collective, and an all-reduce has two (ZeRO, section 7)."""
+    """A ring sends 3/4 of the message of each collective, and an all-reduce has two (ZeRO, section 7)."""
     for preset, messages in (("dp", 2), ("zero-2", 2), ("zero-3", 3)):
         layer = of_a_layer(planner, preset)
         seconds = layer.moved["parameters, gradients: links"].seconds

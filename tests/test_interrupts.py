@@ -300,7 +300,7 @@ def test_a_child_that_another_thread_forks_holds_nothing_back():
 
 @pytest.mark.parametrize("block", [held_back, sealed, finalizing])
 def test_a_finalizer_runs_while_a_block_begins_or_ends(block: interrupts.Block, monkeypatch: pytest.MonkeyPatch):
-    """As the garbage collector may call one at any allocation: the handlers of before are in force afterwards."""
+    """The garbage collector may call one at any allocation; the earlier handlers are in force afterwards."""
     set_handler = interrupts._set
     signal.signal(signal.SIGUSR2, lambda *_: None)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2)]

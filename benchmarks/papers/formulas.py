@@ -85,7 +85,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Of all model states."""
+        """Return the bytes of all model states."""
         return self.parameters + self.gradients + self.optimizer
 
     @property

@@ -212,7 +212,7 @@ def test_kills_at_operations(tmp_path: Path, other: Counting, every: int):
 
 @pytest.mark.parametrize("ignores", ["", "sync", "sync_data"])
 def test_power_fails_at_every_operation(tmp_path: Path, other: Counting, ignores: str):
-    """Of a copy in the background, with a step meanwhile. A disk that doesn't sync shows why copies do."""
+    """A background copy is killed while a step runs. A disk that doesn't sync shows why copies do."""
     root, image = tmp_path / "disk", tmp_path / "image"
     root.mkdir()
     job = Counting(tmp_path / "store")

@@ -91,7 +91,7 @@ def test_backward_reads_no_more_than_there_is_room_for():
 
 
 def test_gradients_on_nvme_are_read_when_they_are_there():
-    """Of a chunk that backward reads, they come later."""
+    """Gradients of a chunk that backward reads come later."""
     plan = plan_of(*(tile(name, 2, gradient_tier="nvme") for name in "abc"), count=4)
     reads = [(event.chunk, event.prefetched) for event in plan.update.events if event.kind == "read_states"]
     assert reads == [(0, True), (1, True), (2, True), (0, False), (1, False), (2, False)]

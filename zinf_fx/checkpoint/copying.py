@@ -123,7 +123,7 @@ class LocalShard:
 
     @property
     def storage(self) -> TensorStorage:
-        """That of a stored tensor."""
+        """Return the storage of a stored tensor."""
         assert isinstance(self.tensor, StoredTensor)
         return self.tensor.storage
 
