@@ -263,11 +263,6 @@ class ParameterStates:
         return [name for name in states if self.tensors[name].dtype.itemsize < self.dtype.itemsize]
 
     @property
-    def weights_row(self) -> int | None:
-        """Which of the rows of memory in the dtype of the update the master is for, where it is split."""
-        return 1 + self.rounded.index(MASTER) if MASTER in self.rounded else None
-
-    @property
     def scratch_rows(self) -> int:
         """How often an element needs memory in the dtype of the update, for what is in another."""
         gradient = self.parameter if self.gradient is None else self.gradient
