@@ -1,7 +1,7 @@
 """Which bytes a checkpoint and a store share, which are copied, and when.
 
 [Note: sharing]
-`decide` says this for each piece that is saved or loaded:
+`Snapshot` decides this for each piece that is saved, and `ZeroCopyLoad` for each that is loaded:
 
 - **Shared.** A step rewrites parameters and states anyway. So a saved checkpoint gets a hard link to each data file of
   the store, and the manifest says where in it the pieces are, with the checksums that were made when they were written.
@@ -22,9 +22,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from zinf_fx.checkpoint.copying import LocalShard, Read, ShardRange, read_pieces
 from zinf_fx.checkpoint.entries import LARGEST, Matching
@@ -45,32 +44,7 @@ from zinf_fx.sizes import PAGE, blocks, in_words, pieces_of
 
 log = logging.getLogger("zinf_fx")
 
-P = TypeVar("P")
-S = TypeVar("S")
-
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-
-
-class How(Enum):
-    """How a checkpoint and a store come by the same bytes: see [Note: sharing]."""
-
-    SHARE = "share"
-    COPY = "copy at once"
-    COPY_IN_BACKGROUND = "copy in the background"
-
-
-def decide(
-    pieces: Iterable[P], shareable: Callable[[P], S | None], *, in_background: bool = False
-) -> Iterator[tuple[P, How, S | None]]:
-    """Say of each piece whether it is shared or copied, and when: see [Note: sharing].
-
-    `shareable` returns where the bytes of a piece are that can be shared; None: they can't. That is yielded, too. With
-    `in_background`, what is copied can be kept as it is while training goes on.
-    """
-    copied = How.COPY_IN_BACKGROUND if in_background else How.COPY
-    for piece in pieces:
-        place = shareable(piece)
-        yield piece, copied if place is None else How.SHARE, place
 
 
 class SnapshotError(Exception):
@@ -129,9 +103,9 @@ class Snapshot:
             self._obstacles[tiers] = self._obstacle(tiers)
             if self._obstacles[tiers] is None:
                 self._keep(tiers, in_store, unwritten, replaced)
-        how = self._share(ranges, may_wait)
+        in_background = self._share(ranges, may_wait)
         self.why_copied = next((why for why in self._obstacles.values() if why is not None), None)
-        if how is How.COPY_IN_BACKGROUND:
+        if in_background:
             try:
                 self._keep_copied(unwritten)
             except SnapshotError as error:
@@ -183,9 +157,9 @@ class Snapshot:
         tiers.generations.append(generation)
         self._linked[tiers] = generation
 
-    def _share(self, ranges: Sequence[ShardRange], may_wait: bool) -> How:
-        """Share what can be, and leave the rest to be copied. Returns how that is copied: in the background where no
-        store shares anything. A store that can't be linked after all shares nothing, and all is decided anew."""
+    def _share(self, ranges: Sequence[ShardRange], may_wait: bool) -> bool:
+        """Share what can be, and leave the rest to be copied. Returns whether that is copied in the background: where
+        no store shares anything. A store that can't be linked after all shares nothing; all is decided anew then."""
         linked: set[Tiers] = set()
         while True:
             in_background = may_wait and bool(self._obstacles) and None not in self._obstacles.values()
@@ -195,16 +169,16 @@ class Snapshot:
                 allocation = shard_range.shard.allocation
                 is_kept = allocation is not None and allocation.tiers in self._linked
                 chunks = shard_range.in_chunks() if is_kept else [shard_range]
-                for piece, how, places in decide(chunks, self._shareable, in_background=in_background):
-                    if how is How.SHARE:
-                        assert allocation is not None and places is not None
-                        shared.setdefault(allocation.tiers, []).append((piece, places))
-                    else:
+                for piece in chunks:
+                    places = self._shareable(piece)
+                    if allocation is None or places is None:
                         self.copied.append(piece)
+                    else:
+                        shared.setdefault(allocation.tiers, []).append((piece, places))
             failures = {tiers: self._link(tiers, pieces) for tiers, pieces in shared.items() if tiers not in linked}
             linked.update(shared)
             if all(why is None for why in failures.values()):
-                return How.COPY_IN_BACKGROUND if in_background else How.COPY
+                return in_background
             self._obstacles |= failures
 
     def _shareable(self, piece: ShardRange) -> _Places | None:
@@ -426,12 +400,12 @@ class ZeroCopyLoad:
         by_allocation: dict[Allocation | None, list[_Target]] = {}
         for target in matching.targets:
             by_allocation.setdefault(target[1].allocation, []).append(target)
-        for (_, targets), how, in_files in decide(by_allocation.items(), self._shareable):
-            if how is How.SHARE:
-                assert in_files is not None
-                self._shared.setdefault(in_files.allocation.tiers, []).append(in_files)
-            else:
+        for allocation, targets in by_allocation.items():
+            in_files = self._shareable(allocation, targets)
+            if in_files is None:
                 self.others += targets
+            else:
+                self._shared.setdefault(in_files.allocation.tiers, []).append(in_files)
 
     def complete(self, opened: Sequence[File], unwritten: Set[int], report: Callable[[int], object]) -> None:
         """Read what is shared, and let the stores have it. `opened`: the manifest's files; `unwritten`: keys of the
@@ -453,9 +427,8 @@ class ZeroCopyLoad:
             for tiers, shared, numbers, sums in ready:
                 self._share(tiers, shared, numbers, sums, unwritten)
 
-    def _shareable(self, allocation_and_targets: tuple[Allocation | None, list[_Target]]) -> _InFiles | None:
+    def _shareable(self, allocation: Allocation | None, targets: Sequence[_Target]) -> _InFiles | None:
         """Return how data files of this rank have all of an allocation, page by page, if nothing else has its bytes."""
-        allocation, targets = allocation_and_targets
         names = {saved.name for saved, _ in targets}
         if allocation is None or not self._names.isdisjoint(names) or len(names) < len(targets):
             return None
