@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import os
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ from counting import Counting
 from forked import run
 from gate import named, slow
 from jobs import Job, assert_equal
+from killing import killed_in
 
 import zinf_fx
 from zinf_fx.checkpoint import background
@@ -170,22 +170,17 @@ def test_the_interpreter_waits_for_it(tmp_path: Path, other: Counting):
 def killed(store: Path, directory: Path, number: int) -> bool:
     """In a process of its own, save, step, and save again behind steps until it is killed before the operation with
     this number, or train on and be killed then. Returns whether it was killed in a save."""
-    child = os.fork()
-    if not child:
-        try:
-            job = Counting(store)
-            with managed(job, directory, KilledElsewhere(number)) as checkpoints:
-                for step in range(1, 3):
-                    job.step()
-                    checkpoints.after_step(step)
+
+    def train() -> Counting:
+        job = Counting(store)
+        with managed(job, directory, KilledElsewhere(number)) as checkpoints:
+            for step in range(1, 3):
                 job.step()
-            (store / "done").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    return not (store / "done").exists()
+                checkpoints.after_step(step)
+            job.step()
+        return job
+
+    return killed_in(train, store)
 
 
 @pytest.mark.parametrize("every", [4, slow(1)])

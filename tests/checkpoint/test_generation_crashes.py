@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from breaking_files import Failing, Killed, LosingPower, put
 from counting import Counting
+from killing import killed_in
 
 import zinf_fx
 from zinf_fx.checkpoint.catalog import give_back_unnamed, look_at
@@ -32,23 +33,18 @@ def assert_only_one(directory: Path) -> None:
 def killed(store: Path, directory: Path, number: int) -> bool:
     """In a process of its own, save, step, and save again until it is killed before the operation with this number, or
     train on and be killed then. Returns whether it was killed in the second save."""
-    child = os.fork()
-    if not child:
-        try:
-            job = Counting(store)
-            job.step()
-            job.save(directory)
-            job.step()
-            job.save(directory, Killed(number))
-            job.step()
-            (store / "done").touch()
-            job.step()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    return not (store / "done").exists()
+
+    def train() -> Counting:
+        job = Counting(store)
+        job.step()
+        job.save(directory)
+        job.step()
+        job.save(directory, Killed(number))
+        job.step()
+        job.step()
+        return job
+
+    return killed_in(train, store)
 
 
 def test_kills_at_every_operation(tmp_path: Path, other: Counting):
