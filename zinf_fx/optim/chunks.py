@@ -27,8 +27,8 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
     """Elements of a chunk whose fp32 weights take `chunk` bytes, or as many as a plan has: see `elements_of_chunk`."""
     tiers = list(tiers)
-    planned = [each.chunk_elements for each in tiers if each.chunk_elements is not None]
-    room = min(each.host.capacity - each.host.in_use for each in tiers)
+    planned = [tier.chunk_elements for tier in tiers if tier.chunk_elements is not None]
+    room = min(tier.host.capacity - tier.host.in_use for tier in tiers)
     return elements_of_chunk(min([chunk // STATE_BYTES, *planned]), bytes_per_element, room)
 
 
@@ -36,8 +36,8 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
 def in_turn(tiers: Iterable[Tiers], part: range) -> Iterator[None]:
     """Leases in the block are for the chunk that has this part of the room that is planned for chunks."""
     with ExitStack() as rooms:
-        for each in tiers:
-            rooms.enter_context(each.stepping(part))
+        for tier in tiers:
+            rooms.enter_context(tier.stepping(part))
         yield
 
 
@@ -84,7 +84,7 @@ class Chunk:
     @property
     def converts(self) -> bool:
         """Whether anything is stored in another dtype or format than the update computes in."""
-        return not self.kind.whole and any(states.scratch_rows for one in self.slices for states in one.members)
+        return not self.kind.whole and any(states.scratch_rows for updated in self.slices for states in updated.members)
 
     def parts(self, elements: int) -> list[tuple[UpdateGroup, list[Part]]]:
         """What is updated in one call: at most so many elements, of one group."""
@@ -110,7 +110,7 @@ class Chunk:
 
     def calls(self, opened: Sequence[OpenSlice], elements: int, shown: Mapping[torch.Tensor, State]) -> list[Call]:
         """The calls of the torch class, over at most so many elements each. `shown`: the optimizer's state."""
-        arrays = [array for one in opened for array in one.arrays]
+        arrays = [array for opened_slice in opened for array in opened_slice.arrays]
         last, self._last = self._last, None
         if last is not None and same_objects(last[0], arrays):
             calls = last[1]
@@ -140,11 +140,11 @@ class Chunk:
     def keep(self, calls: list[Call], opened: Sequence[OpenSlice]) -> None:
         """The calls are made. Keep them for the next step, if all of them may be repeated."""
         if all(call.repeats for call in calls):
-            self._last = [array for one in opened for array in one.arrays], calls
+            self._last = [array for opened_slice in opened for array in opened_slice.arrays], calls
 
     def let_go_of_gradients(self) -> None:
         """The gradients are consumed, or the update has failed."""
-        if any([one.let_go_of_gradients() for one in self.slices]):
+        if any([states.let_go_of_gradients() for states in self.slices]):
             self._last = None
 
 
@@ -191,17 +191,17 @@ class OpenChunk:
     @property
     def is_current(self) -> bool:
         """Whether its windows would not be opened otherwise now."""
-        return all(one.is_current for one in self.slices)
+        return all(opened.is_current for opened in self.slices)
 
     @property
     def ready(self) -> bool:
         """Whether all of its reads are done."""
-        return all(one.ready for one in self.slices)
+        return all(opened.ready for opened in self.slices)
 
     def arrive(self) -> None:
         """Wait for its reads, and change nothing."""
-        for one in self.slices:
-            one.arrive()
+        for opened in self.slices:
+            opened.arrive()
 
     @property
     def states_nbytes(self) -> int:
@@ -265,12 +265,12 @@ class ChunkUpdate:
         `count`: how many calls are made at the same time, of a class of PyTorch's own, over at most so many `elements`
         each. `scratch`: memory for what these have in other dtypes than that of the update, if anything.
         """
-        for one in opened.slices:
-            one.wait()
+        for opened_slice in opened.slices:
+            opened_slice.wait()
         self._progress.begun.update(parameter for states in opened.chunk.slices for parameter in states.parameters)
         if opened.chunk.kind.whole:
-            for one in opened.slices:
-                self._update_whole(one)
+            for opened_slice in opened.slices:
+                self._update_whole(opened_slice)
         else:
             self._update_elements(opened, count, elements, scratch)
 

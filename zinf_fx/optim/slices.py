@@ -316,14 +316,14 @@ class OpenSlice(OpenWindows):
     def _gradients(self) -> Elements:
         if self._gradient is not None:
             return self.states.gradient_row.of(self._gradient)
-        found: Elements = []
+        flat_gradients: Elements = []
         for states, part in zip(self.states.members, self.states.elements, strict=True):
             gradient = states.gradient
             if isinstance(gradient, StoredTensor):
                 gradient = gradient.full_tensor()
             flat = gradient.detach().reshape(-1)[part.start : part.stop]
-            found.append(flat.to(self._place.torch_device))
-        return found
+            flat_gradients.append(flat.to(self._place.torch_device))
+        return flat_gradients
 
     @property
     def arrays(self) -> list[Elements]:
@@ -337,7 +337,7 @@ class OpenSlice(OpenWindows):
         master = {name: array[number] for name, array in self._of_masters.items()}
         states = {name: array[number] for name, array in self._of_states.items()}
         if len(elements) < len(self.states.elements[number]):
-            parameter, gradient = (one[elements.start : elements.stop] for one in (parameter, gradient))
+            parameter, gradient = (array[elements.start : elements.stop] for array in (parameter, gradient))
             names = self.states.members[number].tensors
             for arrays in (master, states):
                 parts = {name: part_of(name, names, elements) for name in arrays}

@@ -149,12 +149,15 @@ class UpdateBatch:
                     chunks.append((update.states.parameter.storage.key, chunk))
                 continue
             place = 0
-            follows = [False, *(other.joins(one) for one, other in pairwise(members))]
-            sizes = [Member(one.states.updated, joins) for one, joins in zip(members, follows, strict=True)]
+            follows = [False, *(update.joins(before) for before, update in pairwise(members))]
+            sizes = [Member(update.states.updated, joins) for update, joins in zip(members, follows, strict=True)]
             for slices in cut(sizes, elements, AT_A_TIME):
-                of = [(members[one.members.start : one.members.stop], one.elements, one.is_last) for one in slices]
-                place = max(place, of[0][0][0].states.parameter.storage.key)
-                chunks.append((place, Chunk([SliceStates(*states) for states in of])))
+                place = max(place, members[slices[0].members.start].states.parameter.storage.key)
+                updated = [
+                    SliceStates(members[piece.members.start : piece.members.stop], piece.elements, piece.is_last)
+                    for piece in slices
+                ]
+                chunks.append((place, Chunk(updated)))
         return [chunk for _, chunk in sorted(chunks, key=itemgetter(0))]
 
 
