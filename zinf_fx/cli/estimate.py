@@ -165,7 +165,7 @@ def _states(answer: Estimate) -> str:
 
 
 def _placements(answer: Estimate) -> str:
-    hardware, fitting = answer.hardware, [one for one in answer.predictions if one.fits]
+    hardware, fitting = answer.hardware, [prediction for prediction in answer.predictions if prediction.fits]
     heads = ["", *TIERS, "fits", "TFLOP/s"]
     rows = [
         [
@@ -183,9 +183,9 @@ def _placements(answer: Estimate) -> str:
     lines += [table(rows, heads, left=(0, 4)), ""]
     if hardware.unified:
         lines.append("Device and host are one memory: what is needed of both stands below device.")
-    if any(one.activations == "host" for one in fitting):
+    if any(prediction.activations == "host" for prediction in fitting):
         lines.append("*: with activations in host memory (ZeRO-Infinity, section 5.1.2).")
-    if any(one.step.tiles > 1 for one in fitting):
+    if any(prediction.step.tiles > 1 for prediction in fitting):
         lines.append("Tiles: parts of the largest parameter (ZeRO-Infinity, section 5.1.3).")
     if fitting:
         lines.append(f"The first to fit is {fitting[0].preset}; those after it move more.")
@@ -212,12 +212,12 @@ def _bandwidths(answer: Estimate, chosen: Prediction) -> str:
         [
             need.moved,
             digits(need.intensity),
-            *(_rate(need.bandwidths[one]) for one in wanted),
+            *(_rate(need.bandwidths[efficiency]) for efficiency in wanted),
             _rate(need.available),
         ]
         for need in answer.needs
     ]
-    heads = ["", "FLOP/byte", *(f"{100 * one:.3g} %" for one in wanted), "there is"]
+    heads = ["", "FLOP/byte", *(f"{100 * efficiency:.3g} %" for efficiency in wanted), "there is"]
     note = "For these efficiencies, if nothing else is moved (ZeRO-Infinity, equation 2)."
     return f"BANDWIDTH with {chosen.preset}, GB/s per device\n\n{table(rows, heads)}\n\n{note}"
 
@@ -280,7 +280,7 @@ def _data(answer: Estimate) -> dict[str, Any]:
         },
         "hardware": asdict(answer.hardware),
         "states": dict(answer.states),
-        "predictions": [_prediction(one) for one in answer.predictions],
+        "predictions": [_prediction(prediction) for prediction in answer.predictions],
         "chosen": answer.chosen.preset if answer.chosen else None,
         "needs": [asdict(need) for need in answer.needs],
         "saves": asdict(answer.saves) if answer.saves else None,

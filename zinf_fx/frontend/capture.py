@@ -154,7 +154,7 @@ class Capture:
 
         def call(*arguments: Any) -> Any:
             nonlocal first
-            inputs = [one if type(one) is StoredTensor else local_input(one) for one in arguments]
+            inputs = [argument if type(argument) is StoredTensor else local_input(argument) for argument in arguments]
             if first:
                 self._reserve(inputs)
                 self._together.check_first(inputs)

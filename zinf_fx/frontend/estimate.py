@@ -173,7 +173,7 @@ class _Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = F.layer_norm(x, x.shape[-1:])
-        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(normed).chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(normed).chunk(3, dim=-1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:]))))
 
@@ -310,7 +310,9 @@ class Figures:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each part of a step that takes any, with nothing beside it."""
-        return {"compute": self.computing} | {name: one.seconds for name, one in self.moved.items() if one.seconds}
+        return {"compute": self.computing} | {
+            name: moved.seconds for name, moved in self.moved.items() if moved.seconds
+        }
 
     @property
     def serial(self) -> float:
@@ -349,7 +351,7 @@ def figures_of(plan: Plan, hardware: Hardware, layers: Fraction = Fraction(1)) -
         ).total,
         values=values,
         activations=plan.kept + sum(activations.values()),
-        gradients=sum(one.numel * t.dtype.itemsize for t in trained for one in t.members or (t,)),
+        gradients=sum(member.numel * t.dtype.itemsize for t in trained for member in t.members or (t,)),
         saved=checkpoint_sizes(plan),
         tiles=max(Counter(tile.name for tile in parameters).values(), default=1),
         flops=simulation.flops,
@@ -399,7 +401,7 @@ class Planner:
         step = self._extended(by_depth)
         # A few layers may have fewer elements than there are chunks for.
         tier: Tier = "host" if self.there.host else "device"
-        too_many = max(step.chunks - max(one.chunks_at_most for one in by_depth.values()), 0)
+        too_many = max(step.chunks - max(figures.chunks_at_most for figures in by_depth.values()), 0)
         return replace(step, needed={**step.needed, tier: step.needed[tier] - too_many})
 
     def _extended(self, by_depth: Mapping[int, T]) -> T:
@@ -409,7 +411,7 @@ class Planner:
             return only
         (shallow, fewer), (deep, more) = sorted(by_depth.items(), key=lambda item: item[0])
         steps = Fraction(self._workload.layers - shallow, deep - shallow)
-        return combined(fewer, more, lambda one, other: one + steps * (other - one))
+        return combined(fewer, more, lambda low, high: low + steps * (high - low))
 
     def _plan(self, depth: int, placement: Placement, room: int | None) -> Figures:
         options: dict[str, object] = {"device_memory": None}
@@ -419,16 +421,16 @@ class Planner:
         ranks = self._hardware.ranks
         graphs = self._captured(depth, Groups.of(ranks, 1, placement.stage))
         planned = [graph.planned(placement, self._hardware, **options) for graph in graphs]
-        plans = [one.plan for one in planned if one.plan is not None and one.moves]
+        plans = [graph.plan for graph in planned if graph.plan is not None and graph.moves]
         if self._optimizer.nbytes is not None:
             plans = [with_state_bytes(plan, self._optimizer.nbytes) for plan in plans]
         layers = Fraction(self._workload.layers, depth)
         figures = [figures_of(plan, self._hardware, layers) for plan in plans]
-        if not any(one.gradients for one in figures):
+        if not any(of_graph.gradients for of_graph in figures):
             name = self._workload.name
             raise ConfigError(f"{name} trains nothing: no parameter requires a gradient from what the model returns")
         # Where Dynamo captures a model in several graphs, each has states and buffers of its own.
-        return reduce(lambda one, other: combined(one, other, operator.add), figures)
+        return reduce(lambda total, of_graph: combined(total, of_graph, operator.add), figures)
 
     def _capture(self, depth: int, groups: Groups) -> list[Divisions]:
         workload, optimizer = self._workload, self._optimizer
@@ -552,7 +554,7 @@ def estimate(
     planner = Planner(workload, hardware, optimizer)
     with no_search_for_cycles():
         predictions = tuple(_predicted(name, planner, hardware) for name in PLACEMENTS)
-    fitting = (one for one in predictions if one.fits)
+    fitting = (prediction for prediction in predictions if prediction.fits)
     chosen = predictions[PLACEMENTS.index(preset)] if preset in PLACEMENTS else next(fitting, None)
     any_step = predictions[0].step
     states = {
@@ -619,5 +621,5 @@ def _needs(step: Figures, peak: float, wanted: Sequence[float]) -> Iterator[Need
     for name, moved in step.moved.items():
         if moved.seconds:
             intensity = step.flops / moved.nbytes
-            bandwidths = {one: peak * one / (intensity * (1 - one)) for one in wanted}
+            bandwidths = {efficiency: peak * efficiency / (intensity * (1 - efficiency)) for efficiency in wanted}
             yield Need(name, intensity, bandwidths, moved.nbytes / moved.seconds)

@@ -81,7 +81,7 @@ class ChunkMemory:
                 chunk.open_gradients()
 
     def again(self) -> ChunkMemory:
-        """That of the next step, which has chunks of the same sizes."""
+        """Return the memory of the next step, which has chunks of the same sizes."""
         other = ChunkMemory(self._stored)
         other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
         other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
@@ -90,7 +90,7 @@ class ChunkMemory:
 
     @property
     def _next_part(self) -> range:
-        """Of the room that is planned for chunks, what is the next one's."""
+        """Return the part of the planned room for chunks that the next one has."""
         return self._part(self.opened)
 
     def _part(self, number: int) -> range:
@@ -102,7 +102,11 @@ class ChunkMemory:
         states = self._stored.values()
         lanes, piece = self.lanes_at(place)
         count = max(lanes * piece, min(AT_A_TIME, self.elements))
-        shape = (max(each.scratch_rows for each in states), count, max(each.dtype.itemsize for each in states))
+        shape = (
+            max(updated.scratch_rows for updated in states),
+            count,
+            max(updated.dtype.itemsize for updated in states),
+        )
         if place is not CPU:
             return torch.empty(shape, dtype=torch.uint8, device=place.torch_device)
         nbytes = math.prod(shape)

@@ -124,7 +124,7 @@ class Companion:
         return range(-(-elements.start // self.elements), -(-elements.stop // self.elements))
 
     def shape(self, shape: Sequence[int]) -> torch.Size:
-        """Of the companion for a parameter of `shape`."""
+        """Return the shape of the companion for a parameter of `shape`."""
         return torch.Size([-(-math.prod(shape) // self.elements)])
 
 
@@ -146,7 +146,7 @@ def kind_of(name: str, names: Collection[str]) -> Companion | None:
 
 
 def part_of(name: str, names: Collection[str], elements: range) -> range:
-    """Of the state `name`, one of `names`, what belongs to some elements of the parameter."""
+    """Return the elements of the state `name`, one of `names`, that belong to some elements of the parameter."""
     kind = kind_of(name, names)
     return elements if kind is None else kind.of(elements)
 
@@ -395,5 +395,5 @@ def decode_into(
 
 
 def _beside(name: str, part: range) -> range:
-    """Of the companion of state `name`, what belongs to some elements."""
+    """Return the elements of the companion of state `name` that belong to some elements."""
     return part_of(companion_of(name), (name,), part)

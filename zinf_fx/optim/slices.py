@@ -64,7 +64,7 @@ class UpdateGroup:
 
 
 class UpdateGroups:
-    """Those of one optimizer, from step to step."""
+    """The update groups of one optimizer, from step to step."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, UpdateKind], UpdateGroup] = {}
@@ -78,7 +78,8 @@ class UpdateGroups:
     def of(
         self, number: int, group: Group, states: ParameterStates, layout: StateLayout, present: frozenset[str]
     ) -> UpdateGroup:
-        """That of a parameter in the optimizer's group of this number. `present`: the states that hold values."""
+        """Return the update group of a parameter in the optimizer's group of this number. `present`: the states that hold
+        values."""
         names = tuple(layout.tensors)
         if layout.whole:  # others may be present, and the class makes what it needs
             names = tuple(name for name in states.tensors if name in present and name not in states.masters)
@@ -346,7 +347,7 @@ class OpenSlice(OpenWindows):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the states that are stored, once updated."""
+        """Return the names of the states that are stored, once updated."""
         return self.states.kind.names
 
     def store(self, unscaled: bool) -> None:

@@ -73,7 +73,9 @@ class UpdateBatch:
     @staticmethod
     def of(several: Sequence[UpdateBatch]) -> UpdateBatch:
         """One of all updates in several."""
-        return several[0] if len(several) == 1 else UpdateBatch([update for one in several for update in one.updates])
+        return (
+            several[0] if len(several) == 1 else UpdateBatch([update for batch in several for update in batch.updates])
+        )
 
     @cached_property
     def elements(self) -> int:
@@ -189,9 +191,11 @@ class RecurringUpdates:
                 self._layouts[number, dtype] = layouts(number).of_pieces(dtype)
         self._parameters = list(chain.from_iterable(groups))
         states = [batch.parameters[parameter] for parameter in self._parameters]
-        self._states, self._mastered = states, [one for one in states if one.has_master]
+        self._states, self._mastered = states, [updated for updated in states if updated.has_master]
         self._tokens = [parameter.token for parameter in self._parameters]
-        self._spaces = [one.gradient.storage.key for one in states]  # by key: who holds a space keeps it from reuse
+        self._spaces = [
+            updated.gradient.storage.key for updated in states
+        ]  # by key: who holds a space keeps it from reuse
         self._entries = [shown[parameter] for parameter in self._parameters]
         self._shown = values_of(self._entries)
 

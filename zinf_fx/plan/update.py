@@ -105,7 +105,7 @@ def update_of(
         there = [updated for updated in parameters if updated[0].on_device == on_device]
         members = [Member((range(count),)) for _, count in there]
         for slices in cut(members, elements):
-            cuts.append([(there[one.members.start][0], one.elements[0]) for one in slices])
+            cuts.append([(there[piece.members.start][0], piece.elements[0]) for piece in slices])
     cuts.sort(key=lambda slices: slices[0][0].place)
     chunks = tuple(
         Chunk(

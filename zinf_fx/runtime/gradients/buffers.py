@@ -119,13 +119,13 @@ class GradientBuffer:
         if members not in self._runs:
             storages = self._storages[members.start : members.stop]
             held = [storage.bytes for storage in storages]
-            starts = [one.first - held[0].first for one in held]
-            parts = [slice(start, start + one.count) for start, one in zip(starts, held, strict=True)]
+            starts = [place.first - held[0].first for place in held]
+            parts = [slice(start, start + place.count) for start, place in zip(starts, held, strict=True)]
             shapes = [
                 (storage.share.held,) if storage.share.partitioned else tuple(self._places[member][0])
                 for member, storage in zip(members, storages, strict=True)
             ]
-            nbytes = sum(one.nbytes for one in held)
+            nbytes = sum(place.nbytes for place in held)
             self._runs[members] = GradientRun(side_by_side(held), CachedViews(parts, shapes), nbytes)
         return self._runs[members]
 

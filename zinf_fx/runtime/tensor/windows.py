@@ -115,7 +115,7 @@ class Window(_Lifecycle):
 
     @property
     def elements(self) -> range:
-        """Those of the allocation that are here: whole blocks."""
+        """Return the elements of the allocation that are here, in whole blocks."""
         return self._elements
 
     @property
@@ -260,7 +260,7 @@ class DeviceWindow(_Lifecycle):
 
     @property
     def elements(self) -> range:
-        """Those of the allocation that are here."""
+        """Return the elements of the allocation that are here."""
         return range(self._first, self._first + self._count)
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
