@@ -78,8 +78,8 @@ class UpdateGroups:
     def of(
         self, number: int, group: Group, states: ParameterStates, layout: StateLayout, present: frozenset[str]
     ) -> UpdateGroup:
-        """Return the update group of a parameter in the optimizer's group of this number. `present`: the states that hold
-        values."""
+        """Return the update group of a parameter in the optimizer's group of this number. `present`: the states that
+        hold values."""
         names = tuple(layout.tensors)
         if layout.whole:  # others may be present, and the class makes what it needs
             names = tuple(name for name in states.tensors if name in present and name not in states.masters)

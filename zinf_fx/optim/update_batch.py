@@ -73,9 +73,7 @@ class UpdateBatch:
     @staticmethod
     def of(several: Sequence[UpdateBatch]) -> UpdateBatch:
         """One of all updates in several."""
-        return (
-            several[0] if len(several) == 1 else UpdateBatch([update for batch in several for update in batch.updates])
-        )
+        return several[0] if len(several) == 1 else UpdateBatch([u for batch in several for u in batch.updates])
 
     @cached_property
     def elements(self) -> int:
