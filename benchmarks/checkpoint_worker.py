@@ -65,7 +65,7 @@ def measure(request: dict) -> dict:
     optimizer = zinf_fx.optim.AdamW(model.parameters(), **OPTIONS)
     run = torch.compile(model, backend="zinf")
     data = random.Random(0)
-    store = next(model.parameters()).storage.tiers.store
+    store = next(model.parameters()).stored.tiers.store
 
     def step() -> None:
         tokens = torch.tensor([[data.randrange(256) for _ in range(config.context)] for _ in range(request["batch"])])

@@ -73,7 +73,7 @@ class Subject:
         self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **MODES[mode], **states, **OPTIONS)
         self._loss = torch.compile(self.model, backend="zinf")
         self._batch = batch
-        self.tiers: Tiers = next(self.model.parameters()).storage.tiers
+        self.tiers: Tiers = next(self.model.parameters()).stored.tiers
         self.seconds: list[dict[str, float]] = []
         self._marks: list[float] = []
         with zinf_fx.record(self.model) as recording:

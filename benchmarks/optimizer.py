@@ -67,10 +67,10 @@ def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm
         model = torch.nn.ParameterList(map(torch.nn.Parameter, parameters_like_a_model(count, dtype)))
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **OPTIONS)  # all of it is timed
     for parameter in model:
-        storage = parameter.storage
+        storage = parameter.stored
         parameter.grad = zinf_fx.StoredTensor.of(storage.like("nvme"), parameter.shape, parameter.device)
         parameter.grad.normal_()
-    tiers: Tiers = model[0].storage.tiers
+    tiers: Tiers = model[0].stored.tiers
     tiers.drain()
     optimizer.step()  # makes the states
     with recorded(tiers) as recording:

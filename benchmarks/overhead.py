@@ -144,7 +144,7 @@ class Variant:
         """Transfers that the operating system was given so far."""
         if self.name in IN_MEMORY:
             return 0
-        store = next(self.model.parameters()).storage.tiers.store_in_use
+        store = next(self.model.parameters()).stored.tiers.store_in_use
         return store.counters().transfers if store is not None else 0
 
     def events(self) -> int:

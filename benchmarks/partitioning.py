@@ -75,7 +75,7 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTil
     """What moves: parameters that lie side by side as one pack, the others by themselves."""
     allocations: dict[Allocation, list[tuple[TensorStorage, Tile]]] = {}
     for parameter in parameters:
-        storage, ranks = parameter.storage, parameter.storage.share.ranks.shards
+        storage, ranks = parameter.stored, parameter.stored.share.ranks.shards
         shard = storage.share.shards.size if ranks > 1 else 0
         tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
         allocations.setdefault(storage.bytes.allocation, []).append((storage, replace(tile, partitioned=ranks > 1)))
@@ -96,7 +96,7 @@ def measure(
     for way, options in ways.items():
         stored = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(numel, dtype=dtype)) for _ in range(parameters))
         models[way] = zinf_fx.offload(stored, zinf_fx.Config(store=store, placement="nvme", **options))
-        stored[0].storage.tiers.drain()
+        stored[0].stored.tiers.drain()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
         for way, stored in models.items():

@@ -254,7 +254,7 @@ def test_storages_serve_again(tmp_path: Path) -> None:
     allocated: list[int] = []
     for _ in range(2):  # gradients have their places from then on
         call(x).backward()
-    store, allocate = model.layers[0].weight.storage.tiers.store, Store.allocate
+    store, allocate = model.layers[0].weight.stored.tiers.store, Store.allocate
     store.allocate = lambda nbytes: allocated.append(nbytes) or allocate(store, nbytes)
     for _ in range(3):
         call(x).backward()
@@ -273,7 +273,7 @@ def test_a_disk_error_reaches_whoever_needs_the_activation(tmp_path: Path, stage
     model = zinf_fx.offload(Stack(), store=tmp_path, placement=placed("nvme", "host"), activations="keep")
     call, x = torch.compile(model, backend="zinf"), torch.randn(64, 256)
     call(x).backward()
-    store = model.layers[0].weight.storage.tiers.store
+    store = model.layers[0].weight.stored.tiers.store
     torch.manual_seed(3)
     if stage == "write":
         inject(store, Fault("completion", operation="write", errno=errno.EIO))
@@ -339,7 +339,7 @@ def test_a_model_that_dies_takes_its_activations_along(tmp_path: Path, tier: str
     model = zinf_fx.offload(Stack(), store=tmp_path, placement=placed(tier))
     call = torch.compile(model, backend="zinf")
     call(torch.randn(64, 256)).backward()
-    tiers = weakref.ref(model.layers[0].weight.storage.tiers)
+    tiers = weakref.ref(model.layers[0].weight.stored.tiers)
     del model, call
     gc.collect()
     assert tiers() is None

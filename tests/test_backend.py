@@ -90,7 +90,7 @@ def test_auto_offloads_what_exceeds_the_budget(tmp_path):
     model = mlp()
     compiled = torch.compile(model, backend="zinf", options={"store": tmp_path, "device_memory": 3000})
     compiled(torch.randn(2, 8))
-    assert model[0].weight.storage.placement.optimizer == "nvme"
+    assert model[0].weight.stored.placement.optimizer == "nvme"
 
 
 def test_the_first_call_simulates_where_something_has_to_leave(tmp_path, caplog):
@@ -101,7 +101,7 @@ def test_the_first_call_simulates_where_something_has_to_leave(tmp_path, caplog)
         torch.compile(model, backend="zinf", options=options)(x)
     (line,) = [record.message for record in caplog.records if record.name == "zinf_fx"]
     assert line.endswith(ahead.reason) and "simulated" in line
-    assert model[0].weight.storage.placement == ahead.placement
+    assert model[0].weight.stored.placement == ahead.placement
 
 
 def test_activations_leave_where_nothing_else_does(tmp_path):
@@ -111,7 +111,7 @@ def test_activations_leave_where_nothing_else_does(tmp_path):
     with followed_plans(model) as plans:
         torch.compile(model, backend="zinf", options=options)(x).sum().backward()
     (plan,), (planned,) = plans, ahead.plans
-    assert {one.storage.placement for one in model.parameters()} == {PRESETS["device"]}
+    assert {one.stored.placement for one in model.parameters()} == {PRESETS["device"]}
     assert plan.tiles == planned.tiles and any(tile.activation for tile in plan.tiles)
     assert "ordinary PyTorch" not in ahead.text()
 

@@ -98,9 +98,9 @@ def test_a_model_takes_its_own_state_dict(tmp_path: Path, how):
     model = zinf_fx.attach_base(meta(), saved(tmp_path, how), store=tmp_path / "store")
     own = copy.deepcopy(model)
     for one in (model, own):
-        before = [parameter.storage.value().clone() for parameter in one.parameters()]
+        before = [parameter.stored.value().clone() for parameter in one.parameters()]
         one.load_state_dict(one.state_dict())
-        assert all(map(torch.equal, before, (parameter.storage.value() for parameter in one.parameters())))
+        assert all(map(torch.equal, before, (parameter.stored.value() for parameter in one.parameters())))
 
 
 def test_what_is_saved_beside_a_base_is_what_was_trained(tmp_path: Path):
@@ -353,7 +353,7 @@ def test_a_base_stays_when_the_training_removes_its_checkpoint(tmp_path: Path):
     for name in ("training", "reading"):
         (tmp_path / name).mkdir()
     model = zinf_fx.offload(nn.Linear(64, 64, bias=False), store=tmp_path / "training", placement="nvme", pack=None)
-    store = model.weight.storage.tiers.store
+    store = model.weight.stored.tiers.store
 
     def save(value: float) -> None:
         with torch.no_grad():

@@ -50,7 +50,7 @@ def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: 
         CONVERSIONS[conversion](model)
     dtype = plain.scale.dtype
     assert [id(p) for p in stored.parameters()] == identities
-    assert all(p.dtype == p.storage.dtype == dtype and p.storage.tier == "nvme" for p in stored.parameters())
+    assert all(p.dtype == p.stored.dtype == dtype and p.stored.tier == "nvme" for p in stored.parameters())
     assert_same_gradients(stored, plain)
     if dtype != torch.float32:
         optimizers = [torch.optim.AdamW(model.parameters(), **options) for model in pair]
@@ -90,8 +90,8 @@ def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: 
     optimizer.zero_grad()
     if finishes:
         optimizer.finish()
-    allocations = [weakref.ref(p.storage.bytes.allocation) for p in model.parameters()]
-    store = model[0].weight.storage.tiers.store_in_use
+    allocations = [weakref.ref(p.stored.bytes.allocation) for p in model.parameters()]
+    store = model[0].weight.stored.tiers.store_in_use
     model.double()
     assert [allocation() for allocation in allocations] == [None] * 9
     assert store.in_use == sum(blocks(p.nbytes) for p in model.parameters())

@@ -39,7 +39,7 @@ def go_elsewhere(places: Path) -> None:
 
 
 def in_store(model: nn.Module) -> list[Path]:
-    return list({*(one.storage.tiers.store.directories for one in model.parameters())})
+    return list({*(one.stored.tiers.store.directories for one in model.parameters())})
 
 
 @pytest.mark.parametrize("given", ["store", Path("store"), ["store", "other"], ".", "../job/store", "~/store"])
@@ -88,7 +88,7 @@ optimizer = zinf_fx.optim.AdamW(model.parameters())
 for _ in range(2):
     model(torch.ones(2, 256)).sum().backward()
     optimizer.step()
-print(*model[0].weight.storage.tiers.store.directories)
+print(*model[0].weight.stored.tiers.store.directories)
 """
 
 
@@ -275,6 +275,6 @@ def test_a_user_without_a_home_needs_none(places: Path, monkeypatch: pytest.Monk
         step_of = torch.compile(model, backend="zinf")
         step_of(torch.ones(1, 4)).sum().backward()
     two = zinf_fx.offload(nn.Linear(4, 4), store=["store", "other"], placement="nvme")
-    assert len(two.weight.storage.tiers.store.directories) == 2
+    assert len(two.weight.stored.tiers.store.directories) == 2
     monkeypatch.setenv("HOME", "relative")
     assert Config().store == Path("/relative/.cache/zinf_fx")

@@ -132,7 +132,7 @@ def test_a_read_that_fails_in_the_middle_of_a_graph(pair: tuple[Net, Net]) -> No
     call = torch.compile(model, backend="zinf")
     call(x()).backward()
     model.zero_grad()
-    store = model.scale.storage.tiers.store
+    store = model.scale.stored.tiers.store
     inject(store, Fault("completion", nth=3, operation="read", errno=errno.EOVERFLOW))
     with pytest.raises(StoreError) as failed:
         call(x()).backward()
@@ -279,7 +279,7 @@ def test_the_forward_graph_starts_the_head_of_its_backward(tmp_path: Path) -> No
     expected = EXECUTOR._expected()
     assert expected.schedule.kind == "backward"
     ahead = {tile.key[0] for tile in expected.anticipated}
-    assert {model.layers[k].weight.storage.key for k in (2, 3)} <= ahead
+    assert {model.layers[k].weight.stored.key for k in (2, 3)} <= ahead
     loss.backward()
     assert not expected.anticipated
 

@@ -165,7 +165,7 @@ def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_p
     assert moved == (sum(one.nvme_to_host for one in traffic), sum(one.host_to_nvme for one in traffic))
 
     def nbytes(name: str) -> int:
-        return blocks(model.get_parameter(name).storage.bytes.nbytes)
+        return blocks(model.get_parameter(name).stored.bytes.nbytes)
 
     read = Counter[str]()
     for live_range in plan.lifetimes:
@@ -228,7 +228,7 @@ def test_a_model_that_is_built_in_a_block_is_quantised_and_frozen(tmp_path: Path
     nn.init.normal_(plain[1].weight)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, p in model.named_parameters() if p.quantised} == {"1.weight"}
-    stored = model[1].weight.storage.value().view(WIDTH, -1)
+    stored = model[1].weight.stored.value().view(WIDTH, -1)
     assert torch.equal(stored, quantised(plain[1].weight, "int8"))
     assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
 
@@ -257,7 +257,7 @@ def test_what_is_written_is_rounded_to_the_format(tmp_path: Path, how):
         WRITES[how](weight, value)
     if how == "load_state_dict":
         model.load_state_dict({"head.weight": value}, strict=False)
-    assert torch.equal(weight.storage.value().view(16, -1), quantised(value, "int8"))
+    assert torch.equal(weight.stored.value().view(16, -1), quantised(value, "int8"))
     assert (weight.full_tensor() - value).abs().max() < 0.02
 
 
@@ -288,11 +288,11 @@ def test_what_is_not_written_keeps_its_bytes(tmp_path: Path, name, write):
     """Values that were quantised in fp32 and are shown in bf16 would give other bytes."""
     model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype=name)
     weight = model.to(torch.bfloat16).head.weight
-    before, value = weight.storage.value().view(16, -1).clone(), weight.full_tensor()
+    before, value = weight.stored.value().view(16, -1).clone(), weight.full_tensor()
     assert not torch.equal(quantised(value, name), before)
     with torch.no_grad():
         write(weight)
-    after = weight.storage.value().view(16, -1)
+    after = weight.stored.value().view(16, -1)
     assert torch.equal(after[1:], before[1:]) and not torch.equal(after[0], before[0])
     assert torch.equal(weight.full_tensor()[0], torch.full((WIDTH,), 0.5, dtype=torch.bfloat16))
 
@@ -313,8 +313,8 @@ def test_blocks_of_which_nothing_is_written_keep_their_bytes(tmp_path: Path):
 def test_copies_have_the_same_bytes(tmp_path: Path):
     model = zinf_fx.offload(built(torch.bfloat16), store=tmp_path, placement="nvme", frozen_dtype="nf4")
     weight, twin = model.head.weight, copy.deepcopy(model).head.weight
-    assert twin.quantised == weight.quantised and twin.storage is not weight.storage
-    assert torch.equal(twin.storage.value(), weight.storage.value())
+    assert twin.quantised == weight.quantised and twin.stored is not weight.stored
+    assert torch.equal(twin.stored.value(), weight.stored.value())
     wider = model.to(torch.float32).head.weight
     assert wider.quantised.format == "nf4" and wider.dtype == torch.float32
     assert torch.equal(wider.full_tensor().bfloat16(), twin.full_tensor())
@@ -360,7 +360,7 @@ def test_a_checkpoint_has_the_bytes(tmp_path: Path):
     other, its_optimizer = made(1, frozen_dtype="nf4")
     zinf_fx.load_checkpoint(tmp_path / "saved", other, its_optimizer)
     for own, one in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own.storage.value(), one.storage.value())
+        assert torch.equal(own.stored.value(), one.stored.value())
     unlike, its_optimizer = made(1)
     with pytest.raises(CheckpointError, match=r"base.weight"):
         zinf_fx.load_checkpoint(tmp_path / "saved", unlike, its_optimizer)

@@ -58,7 +58,7 @@ class Training:
         self.optimizer = optim.AdamW(self.parameters, lr=1e-2, step_in_backward=in_backward)
         self.reference = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, fused=True)
         self.x = torch.randn(4, width)
-        self.tiers = self.parameters[0].storage.tiers
+        self.tiers = self.parameters[0].stored.tiers
         self.outcomes: dict[str, int] = {}
         for _ in range(3):  # compiles, and learns the order of the graphs
             self.whole_step()

@@ -146,7 +146,7 @@ for kind, counted in (resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmS
     model = zinf_fx.offload(torch.nn.Linear(64, 64), store=store, placement="nvme")
     model(torch.ones(2, 64)).sum().backward()
     zinf_fx.optim.AdamW(model.parameters()).step()
-    print(model.weight.storage.tiers.host.capacity >> 20)
+    print(model.weight.stored.tiers.host.capacity >> 20)
     resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     del model
 """

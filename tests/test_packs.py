@@ -64,7 +64,7 @@ def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimize
 
 
 def transfers(model: nn.Module) -> int:
-    return next(model.parameters()).storage.tiers.store.counters().transfers
+    return next(model.parameters()).stored.tiers.store.counters().transfers
 
 
 STATES_LEAVE = {"parameters": "device", "gradients": "nvme", "optimizer": "nvme"}
@@ -112,7 +112,7 @@ def test_what_stays_is_used_where_it_is_while_its_gradients_leave_together(
         loss = call(batch)
     before = transfers(model)
     loss.backward()
-    next(model.parameters()).storage.tiers.drain()
+    next(model.parameters()).stored.tiers.drain()
     assert transfers(model) - before == 1
     plain(batch).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -292,7 +292,7 @@ def test_models_built_piece_by_piece_and_copies(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
         built = Net()
-    assert len({parameter.storage.bytes.allocation for parameter in built.parameters()}) == 1
+    assert len({parameter.stored.bytes.allocation for parameter in built.parameters()}) == 1
     for model in (built, copy.deepcopy(built)):
         reference = copy.deepcopy(plain)
         call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(reference, model)
@@ -393,7 +393,7 @@ def test_a_budget_that_packs_fit(tmp_path: Path) -> None:
     (plan,) = recording.plans
     assert len(plan.tiles) > 1 and any(tile.members for tile in plan.tiles)
     assert all(tile.nbytes <= (2 << 20) // 64 for tile in plan.tiles if tile.members)
-    assert model.scale.storage.tiers.host.peak <= 2 << 20
+    assert model.scale.stored.tiers.host.peak <= 2 << 20
 
 
 def test_a_member_that_is_updated_in_several_parts(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_member_that_is_updated_in_several_parts(tmp_path: Path) -> None:
 def test_members_with_a_larger_parameter_between_them_are_updated_at_once(tmp_path: Path) -> None:
     layers = [nn.LayerNorm(1100), nn.Linear(1100, 1000, bias=False), nn.LayerNorm(1000), nn.Linear(1000, 4)]
     plain, model = twins(tmp_path, nn.Sequential(*layers))
-    assert model[0].weight.storage.bytes.allocation is model[3].bias.storage.bytes.allocation
+    assert model[0].weight.stored.bytes.allocation is model[3].bias.stored.bytes.allocation
     (plainly, optimizer), call = optimizers(plain, model), torch.compile(model, backend="zinf")
     moved = 0
     for _ in range(2):

@@ -44,8 +44,8 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path: Path, name: str) -> Non
     model = zinf_fx.offload(shape.model(), store=tmp_path, **shape.options)
     compiled = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **shape.states)
-    config = next(iter(model.parameters())).storage.config
-    host = next(iter(model.parameters())).storage.tiers.host
+    config = next(iter(model.parameters())).stored.config
+    host = next(iter(model.parameters())).stored.tiers.host
     peaks: list[dict[str, int]] = []
     with followed_plans(model) as plans:
         compiled(*shape.batch()).backward()

@@ -108,7 +108,7 @@ def test_two_models_share_an_arena(tmp_path: Path) -> None:
         twin.load_state_dict(plain.state_dict())
         models.append(zinf_fx.offload(twin, store=tmp_path, placement="nvme"))
         calls.append(torch.compile(models[-1], backend="zinf"))
-    assert models[0].scale.storage.tiers is models[1].scale.storage.tiers
+    assert models[0].scale.stored.tiers is models[1].scale.stored.tiers
     for _ in range(3):
         batch = x()
         expected = [plain(batch) for plain in plains]
@@ -143,7 +143,7 @@ def test_a_step_has_its_places_while_gradients_are_on_their_way(tmp_path: Path) 
     model = zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
     call = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters())
-    store = model[0].weight.storage.tiers.store
+    store = model[0].weight.stored.tiers.store
     for _ in range(3):
         loss = call(torch.ones(4, 128, dtype=torch.bfloat16)).sum()
         optimizer.finish()

@@ -173,9 +173,9 @@ def test_what_is_stored_are_the_packed_bytes(tmp_path: Path):
         if name in HOW:
             shape = parameter.mT.shape if HOW[name] == "_blocks" else parameter.shape
             nbytes = quantised_shape(shape, parameter.quantised.format)
-            assert parameter.storage.numel == nbytes[0] * nbytes[1] and parameter.storage.dtype == torch.uint8
-    assert model.base.experts.storage.numel == 2 * 128 * (192 // 2 + 192 // 32)  # as the files have it
-    assert model.base.blocks.weight.storage.numel == 200 * (192 + 2 * 4)
+            assert parameter.stored.numel == nbytes[0] * nbytes[1] and parameter.stored.dtype == torch.uint8
+    assert model.base.experts.stored.numel == 2 * 128 * (192 // 2 + 192 // 32)  # as the files have it
+    assert model.base.blocks.weight.stored.numel == 200 * (192 + 2 * 4)
 
 
 def test_what_is_trained_or_asked_for_in_another_format_takes_the_values(tmp_path: Path):
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_published_weights_is_a_base(tmp_path: Path):
     with torch.device("meta"):
         model = Model().to(BF16)
     zinf_fx.attach_base(model, tmp_path / "base", store=tmp_path / "store")
-    assert all(parameter.storage.is_read_only for parameter in model.parameters())
+    assert all(parameter.stored.is_read_only for parameter in model.parameters())
     assert all(torch.equal(parameter.full_tensor(), values[name]) for name, parameter in model.named_parameters())
     assert copy.deepcopy(base).experts.quantised == model.experts.quantised
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_checkpoint_without_the_shapes_of_the_values_is_not_converted(
 def test_a_base_does_not_change_and_checkpoints_are_without_it(tmp_path: Path):
     values = written(tmp_path)
     model = Shifted(attached(tmp_path))
-    assert all(parameter.storage.is_read_only for parameter in model.base.parameters())
+    assert all(parameter.stored.is_read_only for parameter in model.base.parameters())
     with pytest.raises(StoreError, match="a tensor of a base can't change"), torch.no_grad():
         model.base.experts.zero_()
     assert torch.equal(model.base.experts.full_tensor(), values["experts"])

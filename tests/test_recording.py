@@ -86,7 +86,7 @@ class Training:
     def moved(self) -> tuple[int, int]:
         """Bytes read and written so far, once nothing is under way."""
         self.optimizer.finish()
-        store = next(self.stored.parameters()).storage.tiers.store
+        store = next(self.stored.parameters()).stored.tiers.store
         before = None
         while before != (before := store.counters()):  # a step starts reads for the next
             time.sleep(0.03)
@@ -277,7 +277,7 @@ def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp
     training = Training(tmp_path, layers=3, chunk="64KiB", pack="64KiB")
     for _ in range(3):
         training.step()
-    store = next(training.stored.parameters()).storage.tiers.store
+    store = next(training.stored.parameters()).stored.tiers.store
 
     def step() -> None:
         clear_faults(store)
@@ -301,7 +301,7 @@ def test_an_error_in_a_step_ends_what_had_begun(tmp_path: Path):
     training = Training(tmp_path, prefetch=None, pack=None)
     training.step()
     training.optimizer.finish()
-    store = next(training.stored.parameters()).storage.tiers.store
+    store = next(training.stored.parameters()).stored.tiers.store
     with zinf_fx.record(training.model) as recording:
         EXECUTOR.reset()
         inject(store, Fault("completion", operation="read", nth=6, errno=61))
@@ -383,7 +383,7 @@ def test_a_recording_keeps_neither_model_nor_buffers(tmp_path: Path):
     training = Training(tmp_path)
     recording = training.recorded(2)
     model = weakref.ref(training.stored)
-    tiers = weakref.ref(next(training.stored.parameters()).storage.tiers)
+    tiers = weakref.ref(next(training.stored.parameters()).stored.tiers)
     EXECUTOR.reset()
     torch._dynamo.reset()
     del training

@@ -171,7 +171,7 @@ def test_whoever_writes_what_stays_sees_to_it(tmp_path: Path) -> None:
 
 def test_what_stays_goes_with_its_model(tmp_path: Path) -> None:
     model = zinf_fx.offload(tied(), store=tmp_path, placement="nvme", device_memory="64MiB")
-    tiers = model.norm.weight.storage.tiers
+    tiers = model.norm.weight.stored.tiers
     with torch.no_grad():
         torch.compile(model, backend="zinf")(batch())
     assert tiers.host.in_use >= sum(p.nbytes for p in model.parameters())
@@ -190,9 +190,9 @@ def test_another_plan_has_the_budget_for_itself(tmp_path: Path) -> None:
         with torch.no_grad():
             compiled(batch())
     EXECUTOR.reset()
-    model.norm.weight.storage.tiers.drain()
+    model.norm.weight.stored.tiers.drain()
     gc.collect()
-    assert model.norm.weight.storage.tiers.host.in_use == 0
+    assert model.norm.weight.stored.tiers.host.in_use == 0
 
 
 def test_the_plan_shows_what_stays() -> None:

@@ -108,7 +108,7 @@ def test_a_model_that_trains_eagerly(tmp_path: Path, tier: str):
             model(TOKENS).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    if model[1].weight.storage.in_place:
+    if model[1].weight.stored.in_place:
         assert not found
         return
     assert len(found) == 1 and "each time for one operation" in found[0] and "torch.compile(model" in found[0], found

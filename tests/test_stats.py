@@ -82,7 +82,7 @@ def test_every_counter_counts(tmp_path: Path):
     assert written.bytes_written >= nbytes and written.write_seconds > 0 and written.provider
     compiled = torch.compile(stored, backend="zinf")
     compiled(torch.randn(8, 256)).sum().backward()
-    next(stored.parameters()).storage.tiers.drain()  # counters stand still once nothing is under way
+    next(stored.parameters()).stored.tiers.drain()  # counters stand still once nothing is under way
     stats = zinf_fx.stats(compiled)
     assert stats == zinf_fx.stats(stored)
     assert stats.bytes_read >= nbytes and stats.gathered_bytes >= nbytes

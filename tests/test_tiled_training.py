@@ -136,7 +136,7 @@ def test_a_layer_larger_than_the_budget(tmp_path: Path, gradients: str) -> None:
     with pytest.raises(BudgetError, match="and the budget is"):
         torch.compile(model, backend="zinf", options={"tile": None})(x, target)
     torch._dynamo.reset()
-    tiers = model.up.weight.storage.tiers
+    tiers = model.up.weight.stored.tiers
     tiers.drain()
     tiers.host._space.peak = 0
     torch.compile(model, backend="zinf", options={"tile": "auto"})(x, target).backward()

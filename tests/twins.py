@@ -74,7 +74,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 def assert_nothing_leaked(model: Net) -> None:
     """No buffer of the host arena is in use once writes are done and nothing is expected."""
     EXECUTOR.reset()
-    tiers = model.scale.storage.tiers
+    tiers = model.scale.stored.tiers
     tiers.drain()
     gc.collect()
     assert tiers.host.in_use == 0

@@ -51,9 +51,9 @@ def test_the_engine_alone_moves_the_same_bytes_and_changes_no_states(tmp_path: P
     zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False)
     for parameter in model:
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+        parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
         parameter.grad.normal_()
-    tiers = model[0].storage.tiers
+    tiers = model[0].stored.tiers
     optimizer.step()
     with recorded(tiers) as recording:
         optimizer.step()

@@ -82,7 +82,7 @@ def other(tmp_path: Path) -> Counting:
 
 
 def store_of(job: Counting) -> Any:
-    return job.model[0].weight.storage.tiers.store
+    return job.model[0].weight.stored.tiers.store
 
 
 @pytest.mark.parametrize("name", named(CASES, CASES.keys() - {"at once", "each by itself"}))

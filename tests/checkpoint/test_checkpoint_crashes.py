@@ -168,7 +168,7 @@ def test_what_fails_leaves_training_and_the_checkpoint_as_they_were(
     after = {path.name: path.read_bytes() for path in directory.iterdir()}
     assert after == before
     assert torch.equal(model.weight.full_tensor(), expected)
-    assert model.weight.storage.tiers.host.in_use == 0
+    assert model.weight.stored.tiers.host.in_use == 0
     optimizer.step()
     zinf_fx.save_checkpoint(directory, model, optimizer)
     assert_only_one(directory)
@@ -192,7 +192,7 @@ def test_an_interrupt_leaves_nothing_open(tmp_path: Path):
     model = zinf_fx.offload(nn.Linear(64, 64), store=tmp_path, placement="nvme", checksum=False)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "saved", state_entries(model, None, {}), Failing(2, KeyboardInterrupt(), ("start_write",)))
-    assert model.weight.storage.tiers.host.in_use == 0
+    assert model.weight.stored.tiers.host.in_use == 0
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["lock"]
 
 

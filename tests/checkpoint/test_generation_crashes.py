@@ -124,7 +124,7 @@ def test_what_fails_leaves_training_and_the_checkpoint_as_they_were(
     job.save(tmp_path / "saved")
     job.step()
     before = {path.name for path in (tmp_path / "saved").iterdir()}
-    store = job.model[0].weight.storage.tiers.store
+    store = job.model[0].weight.stored.tiers.store
     in_use = store.in_use
     failing = Failing(number, error, names)
     with pytest.raises((CheckpointError, StoreError, KeyboardInterrupt), match=says):
@@ -165,7 +165,7 @@ def test_a_full_disk_is_refused_before_anything_is_changed(
     job.step()
     job.save(tmp_path / "saved")
     before = {path.name for path in (tmp_path / "saved").iterdir()}
-    store = job.model[0].weight.storage.tiers.store
+    store = job.model[0].weight.stored.tiers.store
     in_use, allocate, left = store.in_use, store.allocate, [1]
 
     def full(nbytes: int) -> object:
@@ -204,7 +204,7 @@ def test_a_job_that_ends_or_is_killed_leaves_what_checkpoints_name(tmp_path: Pat
         if (tmp_path / "kill").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         job.optimizer.finish()
-        job.model[0].weight.storage.tiers.store.close()
+        job.model[0].weight.stored.tiers.store.close()
         os._exit(0)
     os.waitpid(child, 0)
     (link,) = (tmp_path / "saved").glob("*.extents")

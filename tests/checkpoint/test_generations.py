@@ -32,7 +32,7 @@ CASES = {
 
 
 def tiers_of(model: nn.Module) -> Tiers:
-    return next(iter(model.parameters())).storage.tiers
+    return next(iter(model.parameters())).stored.tiers
 
 
 def is_by_generations(directory: Path) -> bool:
@@ -98,7 +98,7 @@ class Filled:
     def capacity(self) -> int:
         """Bytes of the store that they take."""
         return sum(
-            allocation.in_store.capacity for allocation in {tensor.storage.bytes.allocation for tensor in self.tensors}
+            allocation.in_store.capacity for allocation in {tensor.stored.bytes.allocation for tensor in self.tensors}
         )
 
     def values(self) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def test_what_has_moved_is_left_alone(tmp_path: Path):
 def test_frozen_parameters_are_shared(tmp_path: Path):
     job = Filled(tmp_path / "store", frozen=True)
     plain = job.store.in_use
-    frozen = job.model[0].weight.storage.bytes.allocation.in_store.capacity
+    frozen = job.model[0].weight.stored.bytes.allocation.in_store.capacity
     for name in "abc":
         zinf_fx.save_checkpoint(tmp_path / name, job.model, job.optimizer)
         job.step()

@@ -64,7 +64,7 @@ def descriptors() -> list[str]:
 def interrupt_lines(work: Work, call: Callable[[], object], sent: signal.Signals, first: int, stride: int) -> int:
     """Interrupt `call` at every `stride`-th line. Returns how many interrupts came out of it."""
     call()
-    tiers = work.model[0].weight.storage.tiers
+    tiers = work.model[0].weight.stored.tiers
     tiers.drain()
     at_rest, allocated, number, came_out, going = descriptors(), tiers.host.in_use, first, 0, True
     with time_limit():

@@ -197,7 +197,7 @@ RULES = [("blocks.0.*", "host"), ("table.weight", "device"), ("*", "nvme")]
 def test_patterns_of_placements_are_of_plain_names(stored: Callable, how: str):
     model = stored(how, placement={"parameters": RULES})
     tiers = {
-        name: one.storage.tier
+        name: one.stored.tier
         for name, one in zip(
             plain_names(model, dict(model.named_parameters())).values(), model.parameters(), strict=True
         )
@@ -212,8 +212,8 @@ def test_patterns_hold_for_what_is_compiled_in_one_line(tmp_path: Path, how: str
     model = net(how)
     options = {"placement": {"parameters": RULES}, "store": tmp_path}
     torch.compile(model, backend="zinf", options=options)(torch.arange(6)).sum().backward()
-    assert {one.storage.tier for one in model.blocks[0].parameters()} == {"host"}
-    assert {one.storage.tier for one in model.blocks[1].parameters()} == {"nvme"}
+    assert {one.stored.tier for one in model.blocks[0].parameters()} == {"host"}
+    assert {one.stored.tier for one in model.blocks[1].parameters()} == {"nvme"}
 
 
 @pytest.mark.parametrize("how", ["nothing", "blocks", "for checkpointing"])

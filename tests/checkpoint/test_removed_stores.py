@@ -42,7 +42,7 @@ def test_training_goes_on_and_is_saved(
 
     for number in range(3):
         step(number)
-    of_store = model.weight.storage.tiers.store
+    of_store = model.weight.stored.tiers.store
     plain = of_store.in_use
     data = of_store.path
     removed(data)

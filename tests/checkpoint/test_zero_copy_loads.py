@@ -39,7 +39,7 @@ def saved_by_a_dead_job(tmp_path: Path, steps: int = 1, kept: str | None = None)
 
 
 def store_of(job: Counting) -> Store:
-    return job.model[0].weight.storage.tiers.store
+    return job.model[0].weight.stored.tiers.store
 
 
 def taken(path: Path) -> int:
@@ -196,7 +196,7 @@ def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
     saved = saved_by_a_dead_job(tmp_path)
     job = Counting(tmp_path / "second")
     weight, store = job.model.requires_grad_(False)[0].weight, store_of(job)
-    before = weight.storage.bytes.allocation.in_store._live[0].extent
+    before = weight.stored.bytes.allocation.in_store._live[0].extent
     seen: list[bool] = []
 
     class Read:
@@ -206,7 +206,7 @@ def test_what_is_read_meanwhile_is_waited_for(tmp_path: Path):
         def wait(self) -> None:
             seen.append(before.generation in store._live)
 
-    weight.storage.bytes.allocation.reads.append((range(1), Read()))
+    weight.stored.bytes.allocation.reads.append((range(1), Read()))
     job.load(saved)
     assert seen == [True] and before.generation not in store._live
 
@@ -220,7 +220,7 @@ def test_stripes_over_several_directories(tmp_path: Path):
             path.mkdir(parents=True)
         model = torch.nn.Linear(2048, 2048 + 1024, bias=False)
         zinf_fx.offload(model, store=stores, placement="nvme")
-        store = model.weight.storage.tiers.store
+        store = model.weight.stored.tiers.store
         if name == "first":
             zinf_fx.save_checkpoint(tmp_path / "saved", model)
         else:
@@ -298,7 +298,7 @@ def test_what_was_tied_and_is_not_any_more_is_taken_up_once(tmp_path: Path):
         models.append(zinf_fx.offload(model, store=tmp_path / name, placement="nvme", pack=None))
     tied, untied = models
     zinf_fx.save_checkpoint(tmp_path / "saved", tied)
-    tied[0].weight.storage.tiers.store.close()
+    tied[0].weight.stored.tiers.store.close()
     zinf_fx.load_checkpoint(tmp_path / "saved", untied)
     for step in range(4):
         with torch.no_grad():

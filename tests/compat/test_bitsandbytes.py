@@ -100,7 +100,7 @@ def values(found: list[Tensor]) -> list[Tensor]:
 def test_training_over_codes_equals_that_in_memory(tmp_path: Path, backend):
     model = zinf_fx.offload(Model(), store=tmp_path, placement={"parameters": "nvme"})
     codes = [model.four.weight, model.eight.weight, model.called.weight]
-    assert all(isinstance(one, StoredTensor) and one.storage.numel == one.numel() == 1024 for one in codes)
+    assert all(isinstance(one, StoredTensor) and one.stored.numel == one.numel() == 1024 for one in codes)
     assert model.eight.weight.CB is model.eight.weight and model.called.state.CB is model.called.weight
     found = values(trained(model, backend))
     expected = values(trained(Model(), "aot_eager" if backend else None))

@@ -39,12 +39,12 @@ class Twins:
         self.give_gradients()
         for parameter in self.stored:
             value, parameter.grad = parameter.grad, None
-            parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("host"), parameter.shape, "cpu")
+            parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("host"), parameter.shape, "cpu")
             parameter.grad.copy_(value)
 
     def moved_by_a_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """Bytes that the store reads and writes in the second step; the first makes the states."""
-        store = self.stored[0].storage.tiers.store
+        store = self.stored[0].stored.tiers.store
         for _ in range(2):
             before = store.counters()
             self.give_gradients()

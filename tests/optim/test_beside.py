@@ -71,7 +71,7 @@ def prepared(twins, placement: str, **fields: object):
 
 
 def background(pair) -> object:
-    return pair.stored[0].storage.tiers.background
+    return pair.stored[0].stored.tiers.background
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -150,7 +150,7 @@ def test_ctrl_c_gets_through_to_who_waits_for_the_thread(twins, gate: Gated) -> 
 
 def test_a_fault_in_the_thread_is_raised_by_who_asks_next(twins, gate: Gated) -> None:
     pair, optimizer, _ = prepared(twins, "infinity-nvme")
-    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
+    inject(pair.stored[0].stored.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
     gate.open.clear()
     optimizer.step()
     optimizer.zero_grad()
@@ -216,7 +216,7 @@ def test_a_step_without_a_thread_that_fails_at_once_is_taken_again(
     twins, gate: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, optimizer, reference = prepared(twins, "infinity-nvme")
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("too many threads")
@@ -377,7 +377,7 @@ def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(
     monkeypatch.setattr(ChunkMemory, "scratch_at", later)
     gate.open.clear()
     loss.backward()
-    step = next(model.parameters()).storage.tiers.background
+    step = next(model.parameters()).stored.tiers.background
     step._lock = lock = Noticed()
     monkeypatch.setattr(ChunkQueue, "__bool__", look)
     try:

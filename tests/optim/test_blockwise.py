@@ -126,7 +126,7 @@ def test_bytes_of_a_step(twins) -> None:
     optimizer = optim.AdamW(pair.stored, state_dtype="8bit", overlap=False)
     # The master and two codes are read and written, the parameter is written; scales are in host memory.
     assert pair.moved_by_a_step(optimizer) == (6 * count, 8 * count)
-    assert all(optimizer.state[pair.stored[0]][companion_of(name)].storage.tier == "host" for name in STATES)
+    assert all(optimizer.state[pair.stored[0]][companion_of(name)].stored.tier == "host" for name in STATES)
 
 
 @pytest.mark.parametrize("kind", [None, torch.bfloat16, "8bit", "plain"])

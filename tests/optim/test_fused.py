@@ -87,12 +87,12 @@ def test_bitwise_equal_to_memory(tmp_path, case: str, placement: str, dtype: tor
             optimizer.step()
             schedule.step()
         pair.check()
-    tier = pair.stored[0].storage.placement.optimizer
+    tier = pair.stored[0].stored.placement.optimizer
     for stored, plain in zip(pair.stored, pair.plain, strict=True):
         mine, theirs = sides[0][1].state[stored], sides[1][1].state[plain]
         assert set(mine) == set(theirs)
         for state, value in theirs.items():
-            assert state == "step" or mine[state].storage.tier == tier, state
+            assert state == "step" or mine[state].stored.tier == tier, state
             assert mine[state].dtype == value.dtype and torch.equal(_full(mine[state]), value), state
 
 
@@ -148,7 +148,7 @@ def test_a_skipped_step_moves_nothing(tmp_path):
     _, optimizer = pair.sides("AdamW")[0]
     pair.give_gradients()
     optimizer.step()
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     before = store.counters()
     optimizer.found_inf = torch.ones(())
     optimizer.step()
@@ -200,7 +200,7 @@ def test_buffers_are_bounded(tmp_path, name: str):
     options = {"momentum": 0.9} if name == "SGD" else {}
     pair = Pair(tmp_path, "nvme", shapes=((400_000,), *[(100,)] * 200, (400_000,)), host_memory="16MiB")
     pair.give_gradients()
-    tiers = pair.stored[0].storage.tiers
+    tiers = pair.stored[0].stored.tiers
     tiers.drain()
     arena, allocated = tiers.host, []
     allocate = arena.allocate
@@ -273,7 +273,7 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(tmp_path):
     pair.give_gradients()
     optimizer.step()
     saved = optimizer.state_dict()
-    tiers = pair.stored[0].storage.tiers
+    tiers = pair.stored[0].stored.tiers
     inject(tiers.store, Fault("completion", nth=4, operation="write", errno=5))
     with pytest.raises(StoreError):
         optimizer.step()

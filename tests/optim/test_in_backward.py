@@ -138,12 +138,12 @@ def test_updates_begin_in_backward_and_gradients_never_reach_their_tier(tmp_path
     train(call, optimizer, tokens, steps=1)
     optimizer.finish()
     before = {name: p.full_tensor() for name, p in model.named_parameters()}
-    store = model.head.weight.storage.tiers.store
+    store = model.head.weight.stored.tiers.store
     written = store.counters().bytes_written
     loss = call(*tokens())
     loss.backward()
-    model.head.weight.storage.tiers.background.finish()
-    model.head.weight.storage.tiers.drain()
+    model.head.weight.stored.tiers.background.finish()
+    model.head.weight.stored.tiers.drain()
     # Weights and two moments, rounded up to whole blocks; a gradient would be a fourth.
     assert store.counters().bytes_written - written <= sum(3 * -(-p.nbytes // 4096) * 4096 for p in model.parameters())
     changed = [not torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters()]
@@ -224,7 +224,7 @@ def test_an_interrupted_backward_tears_the_step(tmp_path: Path) -> None:
     loss = call(*tokens())
     interrupting = Interrupting(optimizer)
     for parameter in model.blocks[0].parameters():  # what backward comes to in the end
-        parameter.storage.gradient.consumer = interrupting
+        parameter.stored.gradient.consumer = interrupting
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert "parameter 0 of group 0" in str(optimizer.torn) or optimizer.torn.untouched
@@ -249,7 +249,7 @@ def test_a_fault_in_backward(tmp_path: Path) -> None:
     train(call, optimizer, tokens, steps=1)
     optimizer.finish()
     loss = call(*tokens())
-    tiers = model.head.weight.storage.tiers
+    tiers = model.head.weight.stored.tiers
     inject(tiers.store, Fault("completion", operation="write", nth=2, errno=errno.EIO))
     with pytest.raises(StoreError, match="errno 5"):
         loss.backward()
@@ -283,7 +283,7 @@ def test_gradients_that_wait_in_host_memory_are_bounded(
     call = torch.compile(model, backend="zinf")
     train(call, optimizer, tokens, steps=1)
     optimizer.finish()
-    arena = model.head.weight.storage.tiers.host
+    arena = model.head.weight.stored.tiers.host
     before, came, held, in_use = arena.in_use, [], [], []
     room = optimizer.make_room
 
@@ -313,7 +313,7 @@ def test_gradients_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         optimizer, "make_room", lambda nbytes: (room(nbytes), held.append(nbytes + optimizer._last_step.bytes_held))
     )
     loss = call(*tokens())
-    inject(model.head.weight.storage.tiers.store, Fault("completion", operation="read", count=10**6, delay=0.005))
+    inject(model.head.weight.stored.tiers.store, Fault("completion", operation="read", count=10**6, delay=0.005))
     loss.backward()
     largest = max(p.nbytes for p in model.parameters())
     assert held and max(held) <= max(8192, largest)

@@ -327,7 +327,7 @@ def test_states_that_the_user_replaces(twins, called, stored: bool):
     value = torch.rand(30, 40)
     reference.state[pair.masters[0]]["exp_avg_sq"] = value.clone()
     if stored:
-        mine = zinf_fx.StoredTensor.of(pair.stored[0].storage.for_state(), (30, 40), "cpu")
+        mine = zinf_fx.StoredTensor.of(pair.stored[0].stored.for_state(), (30, 40), "cpu")
         mine.copy_(value)
     optimizer.state[pair.stored[0]]["exp_avg_sq"] = mine if stored else value
     for entry in (optimizer.state[pair.stored[1]], reference.state[pair.masters[1]]):

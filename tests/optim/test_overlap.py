@@ -31,17 +31,17 @@ def prepared(twins, dtype: torch.dtype = torch.float32, **fields: object):
     reference = torch.optim.AdamW(pair.masters, lr=1e-2, fused=True)
     pair.train(optimizer, reference, steps=1)
     pair.give_stored_gradients()
-    pair.stored[0].storage.tiers.drain()
+    pair.stored[0].stored.tiers.drain()
     return pair, optimizer, reference
 
 
 def late_reads(pair, count: int = 1000) -> None:
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     inject(store, Fault("completion", operation="read", count=count, delay=LATE))
 
 
 def background(pair) -> object:
-    return pair.stored[0].storage.tiers.background
+    return pair.stored[0].stored.tiers.background
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,8 +55,8 @@ def test_step_returns_while_it_goes_on_and_readers_wait(twins, dtype):
     pair.check()  # reads every parameter
     optimizer.finish()
     assert background(pair) is None and optimizer.torn is None
-    assert pair.stored[0].storage.tiers.host.in_use == 0
-    clear_faults(pair.stored[0].storage.tiers.store)
+    assert pair.stored[0].stored.tiers.host.in_use == 0
+    clear_faults(pair.stored[0].stored.tiers.store)
     pair.train(optimizer, reference)
 
 
@@ -116,8 +116,8 @@ def test_autograd_notices_at_once(twins):
 
 def test_a_fault_in_the_background_is_raised_where_it_is_met(twins):
     pair, optimizer, _ = prepared(twins)
-    gradients = pair.stored[0].storage.tiers.host.in_use
-    store = pair.stored[0].storage.tiers.store
+    gradients = pair.stored[0].stored.tiers.host.in_use
+    store = pair.stored[0].stored.tiers.store
     inject(store, Fault("completion", operation="read", count=1, delay=LATE))
     inject(store, Fault("completion", operation="write", nth=4, errno=errno.EIO))
     optimizer.step()
@@ -126,7 +126,7 @@ def test_a_fault_in_the_background_is_raised_where_it_is_met(twins):
     with pytest.raises(StoreError, match="errno 5"):
         optimizer.finish()
     assert optimizer.torn.partial and background(pair) is None
-    assert pair.stored[0].storage.tiers.host.in_use < gradients  # no chunk is left
+    assert pair.stored[0].stored.tiers.host.in_use < gradients  # no chunk is left
     for refused in (optimizer.step, optimizer.state_dict):
         with pytest.raises(OptimizerError, match="step was interrupted"):
             refused()
@@ -149,11 +149,11 @@ def test_ctrl_c_while_it_waits_leaves_the_step_whole(twins):
 
 def test_ctrl_c_while_a_gradient_is_still_written_leaves_the_step_whole(twins):
     pair, optimizer, reference = prepared(twins)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     inject(store, Fault("completion", operation="write", count=1000, delay=10 * LATE))
     for parameter in pair.stored:
         value, parameter.grad = parameter.grad, None
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+        parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
         parameter.grad.copy_(value.full_tensor())
     ctrl_c = threading.Timer(LATE, signal.raise_signal, (signal.SIGINT,))
     with pytest.raises(KeyboardInterrupt):
@@ -171,7 +171,7 @@ def test_ctrl_c_while_a_gradient_is_still_written_leaves_the_step_whole(twins):
 def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
     pair, optimizer, _ = prepared(twins)
     inject(
-        pair.stored[0].storage.tiers.store,
+        pair.stored[0].stored.tiers.store,
         Fault("completion", operation="read", count=100, delay=LATE, errno=errno.EIO),
     )
     optimizer.step()
@@ -185,7 +185,7 @@ def test_a_step_that_could_not_begin_in_the_background_is_torn_too(twins):
 def test_a_step_that_fails_before_it_returns_is_taken_again(twins, monkeypatch, by):
     """Whoever finds it out, `step()` raises, and the gradients are there still."""
     pair, optimizer, reference = prepared(twins)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
 
     def read(stage: object) -> None:
         """What forward begins with."""
@@ -223,7 +223,7 @@ def test_a_step_that_goes_on_behind_an_interrupt_is_torn_where_that_fails(twins,
             optimizer.step()
     assert optimizer.torn is None and background(pair) is not None
     optimizer.zero_grad()
-    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
+    inject(pair.stored[0].stored.tiers.store, Fault("completion", operation="read", count=100, errno=errno.EIO))
     with pytest.raises(StoreError):
         optimizer.finish()
     assert len(optimizer.torn.untouched) == len(SHAPES)
@@ -278,12 +278,12 @@ def test_an_optimizer_that_is_dropped_finishes_its_step(twins):
     gc.collect()
     reference.step()
     pair.check()
-    pair.stored[-1].storage.tiers.background and pair.stored[-1].storage.tiers.background.finish()
+    pair.stored[-1].stored.tiers.background and pair.stored[-1].stored.tiers.background.finish()
 
 
 def test_everything_dropped_in_the_middle(twins):
     pair, optimizer, _ = prepared(twins)
-    directory = pair.stored[0].storage.tiers.store.directories[0]
+    directory = pair.stored[0].stored.tiers.store.directories[0]
     late_reads(pair)
     optimizer.step()
     del pair, optimizer
@@ -295,7 +295,7 @@ def test_a_small_host_budget_ends_the_step_early(twins):
     pair, optimizer, reference = prepared(twins, host_memory="2MiB")
     late_reads(pair, count=3)
     optimizer.step()
-    tiers = pair.stored[0].storage.tiers
+    tiers = pair.stored[0].stored.tiers
     assert tiers.background is not None
     tiers.allocate(tiers.host.capacity - (512 << 10)).release()
     assert tiers.background is None

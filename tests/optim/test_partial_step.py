@@ -72,7 +72,7 @@ def test_interrupted(twins, monkeypatch, placement, dtype, error, piece, last, u
     windows = 4 if dtype == torch.bfloat16 else 3
     number = windows * (piece + last) + (not last)
     state = {k: {n: torch.clone(v) for n, v in s.items()} for k, s in optimizer.state_dict()["state"].items()}
-    arena = pair.stored[0].storage.tiers.host
+    arena = pair.stored[0].stored.tiers.host
     allocated = arena.in_use
     with monkeypatch.context() as patch:
         interrupt_store(patch, number, error)
@@ -99,25 +99,25 @@ def test_interrupted(twins, monkeypatch, placement, dtype, error, piece, last, u
 
 def test_a_write_that_fails_later(twins):
     pair, optimizer, _ = prepared(twins)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     # A chunk stores three windows of one block each: the fifth write is of a state of the second parameter.
     inject(store, Fault("completion", nth=5, operation="write", errno=errno.EIO))
     with pytest.raises(StoreError):
         optimizer.step()
     assert "b" in optimizer.torn.partial
-    assert pair.stored[0].storage.tiers.host.in_use == 0
+    assert pair.stored[0].stored.tiers.host.in_use == 0
     with pytest.raises(OptimizerError, match="errno 5"):
         optimizer.step()
 
 
 def test_a_read_that_fails_before_anything_changed(twins):
     pair, optimizer, reference = prepared(twins)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     inject(store, Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
     with pytest.raises(StoreError):
         optimizer.step()
     clear_faults(store)
-    assert optimizer.torn is None and pair.stored[0].storage.tiers.host.in_use == 0
+    assert optimizer.torn is None and pair.stored[0].stored.tiers.host.in_use == 0
     optimizer.step()
     reference.step()
     pair.check()
@@ -130,7 +130,7 @@ def test_ordinary_parameters_are_not_updated_again_after_a_step_that_failed(twin
     optimizer = optim.SGD([*zip("abc", pair.stored, strict=True), ("d", ordinary)], lr=1.0)
     pair.give_gradients()
     ordinary.grad = torch.ones(4)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     inject(store, Fault("submission", nth=1, count=100, operation="read", errno=errno.ENOMEM))
     with pytest.raises(StoreError):
         optimizer.step()

@@ -104,7 +104,7 @@ def test_a_class_that_updates_whole_parameters(tmp_path: Path):
 def test_no_bytes_are_moved(tmp_path: Path):
     made = model(tmp_path / "store", 1, torch.bfloat16)
     optimizer = optim.AdamW(made.parameters())
-    store = made[0].weight.storage.tiers.store
+    store = made[0].weight.stored.tiers.store
     before = store.counters()
     optim.reserve_states(optimizer)
     states = named(made, optimizer)

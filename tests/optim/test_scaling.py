@@ -97,7 +97,7 @@ def test_a_few_chunks_are_in_memory(pair, name: str, monkeypatch: pytest.MonkeyP
         return value_of(storage)
 
     stored, _ = pair
-    tiers = stored[0].storage.tiers
+    tiers = stored[0].stored.tiers
     tiers.drain()
     allocated, allocate = [], tiers.host.allocate
     monkeypatch.setattr(

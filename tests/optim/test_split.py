@@ -152,7 +152,7 @@ def test_bytes_of_a_step(twins) -> None:
         optimizer = optim.AdamW(pair.stored, state_dtype="8bit", master_dtype=master_dtype, overlap=False)
         moved[master_dtype] = [nbytes / count for nbytes in pair.moved_by_a_step(optimizer)]
     assert moved == {None: [6, 8], "split": [6, 6]}
-    assert optimizer.state[pair.stored[0]][MASTER_UP].storage.tier == "host"
+    assert optimizer.state[pair.stored[0]][MASTER_UP].stored.tier == "host"
 
 
 @pytest.mark.parametrize("saved", [None, "split", "plain"])

@@ -43,7 +43,7 @@ class Training:
 
     @property
     def tiers(self) -> Tiers:
-        return next(self.model.parameters()).storage.tiers
+        return next(self.model.parameters()).stored.tiers
 
     def step(self, before: Callable[[torch.nn.Module, torch.optim.Optimizer], None] = lambda *_: None) -> int:
         """On both sides, with something done `before` the optimizer's. Returns the bytes that backward read of states,

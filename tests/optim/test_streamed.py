@@ -291,7 +291,7 @@ def test_step_inside_a_compiled_function_stays_outside_the_graph(twins):
 
 def test_grad_scaler(twins):
     pair = twins()
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     sides = []
     for kind, parameters in ((optim.AdamW, pair.stored), (torch.optim.AdamW, pair.masters)):
         sides.append((kind(parameters, fused=True), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)))
@@ -328,16 +328,16 @@ def test_autograd_notices_the_update(twins):
 def test_buffers_are_bounded_and_given_back(twins, delay):
     pair = twins(shapes=((400_000,), *[(100,)] * 200, (400_000,)))
     optimizer = optim.AdamW(pair.stored)
-    inject(pair.stored[0].storage.tiers.store, Fault("completion", operation="write", count=10**6, delay=delay))
-    arena = pair.stored[0].storage.tiers.host
+    inject(pair.stored[0].stored.tiers.store, Fault("completion", operation="write", count=10**6, delay=delay))
+    arena = pair.stored[0].stored.tiers.host
     allocated = []
     allocate = arena.allocate
     arena.allocate = lambda nbytes: (allocated.append(arena.in_use), allocate(nbytes))[1]
     for _ in range(2):
         for parameter in pair.stored:
-            parameter.grad = zinf_fx.StoredTensor.of(parameter.storage.like("nvme"), parameter.shape, "cpu")
+            parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
             parameter.grad.zero_()
-        pair.stored[0].storage.tiers.drain()
+        pair.stored[0].stored.tiers.drain()
         allocated.clear()
         optimizer.step()
         optimizer.finish()
@@ -352,7 +352,7 @@ def test_a_small_arena_makes_smaller_chunks(twins):
 
 def test_space_is_reserved_at_construction(twins, monkeypatch):
     pair = twins(shapes=((1000,),) * 4)
-    store = pair.stored[0].storage.tiers.store
+    store = pair.stored[0].stored.tiers.store
     used = store.in_use
     optimizer = optim.AdamW(pair.stored[:2])
     assert store.in_use == used + 2 * 2 * 4096 and not optimizer.state
@@ -482,7 +482,7 @@ def test_buffers_do_not_grow_with_the_model(twins):
         optimizer = optim.AdamW(pair.stored, overlap=False)
         for parameter in pair.stored:
             accumulate([parameter], [torch.ones(parameter.shape, dtype=parameter.dtype)])
-        tiers = pair.stored[0].storage.tiers
+        tiers = pair.stored[0].stored.tiers
         tiers.drain()
         tiers.host.restart_peak()
         optimizer.step()

@@ -140,7 +140,7 @@ def test_streamed_is_bitwise_equal_to_memory(twins, case: str, placement: str, d
             large = isinstance(value, torch.Tensor) and value.nbytes >= 4096
             assert not large or isinstance(value, zinf_fx.StoredTensor), name
             if isinstance(value, zinf_fx.StoredTensor):
-                assert value.storage.tier == stored.storage.placement.optimizer
+                assert value.stored.tier == stored.stored.placement.optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -393,7 +393,7 @@ def test_steps_in_the_background(twins, overlap: bool):
         pair.check()
     mine.zero_grad()
     mine.finish()
-    assert pair.stored[0].storage.tiers.host.in_use == 0
+    assert pair.stored[0].stored.tiers.host.in_use == 0
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb])
@@ -455,7 +455,7 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(twins, monkeypatch, plai
     optimizer, reference = make(pair.stored), Lamb(pair.masters)
     pair.train(optimizer, reference, steps=1)
     saved = {k: copy.deepcopy(v) for k, v in reference.state_dict().items()}
-    arena = pair.stored[0].storage.tiers.host
+    arena = pair.stored[0].stored.tiers.host
     pair.give_gradients()
     in_use, count, store = arena.in_use, 0, OpenWhole.store
 

@@ -108,7 +108,7 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
     model = nn.Linear(64, 512, dtype=torch.bfloat16)
     zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=None)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, overlap=False)
-    tiers = model.weight.storage.tiers
+    tiers = model.weight.stored.tiers
     update, calls = chunks.update_elements, []
 
     def fails(*given: object) -> bool:

@@ -241,7 +241,7 @@ def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:
     job.load(directory)
     same = all(map(torch.equal, [p.grad.full_tensor() for p in job.model.parameters()], expected))
     job.model(*micro[rank]).backward()
-    return same and not any(p.grad.storage.share.unreduced for p in job.model.parameters())
+    return same and not any(p.grad.stored.share.unreduced for p in job.model.parameters())
 
 
 def test_gradients_that_each_rank_has_alone(tmp_path: Path):

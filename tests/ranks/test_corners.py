@@ -190,7 +190,7 @@ def lost(rank: int) -> list[str]:
     if rank:
         time.sleep(2)
         return found
-    for gather in (model.weight.full_tensor, model.weight.storage.refreshed, model.weight.storage.refreshed):
+    for gather in (model.weight.full_tensor, model.weight.stored.refreshed, model.weight.stored.refreshed):
         with pytest.raises(RanksError) as raised:
             gather()
         found.append(str(raised.value))

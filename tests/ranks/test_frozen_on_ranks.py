@@ -41,7 +41,7 @@ def of_published(rank: int, directory: str) -> bool:
     torch.manual_seed(rank)  # what is loaded is not what is there already
     values = torch.load(directory + "/values.pt")
     models = [make(Path(directory), placement="nvme") for make in (attached, loaded)]
-    halves = all(2 * one.experts.storage.share.held >= one.experts.storage.numel for one in models)
+    halves = all(2 * one.experts.stored.share.held >= one.experts.stored.numel for one in models)
     same = (
         torch.equal(parameter.full_tensor(), values[name])
         for one in models
@@ -55,7 +55,7 @@ def owners_of(rank: int, directory: str) -> list[int]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(192, 192, bias=False), nn.Linear(192, 192, bias=False)).to(torch.bfloat16)
     zinf_fx.attach_base(model, directory + "/pair", partition="owner", tile=None)
-    return [parameter.storage.share.shards.segments[0].owner for parameter in model.parameters()]
+    return [parameter.stored.share.shards.segments[0].owner for parameter in model.parameters()]
 
 
 def equals_ddp(rank: int, name: str | None, activations: str) -> bool:
@@ -74,8 +74,8 @@ def compared(rank: int, base: str, codes: str) -> dict[str, Any]:
     cases = (("nf4", "recompute"), ("int8", "keep"), (None, "keep"))
     found["equal"] = [equals_ddp(rank, *case) for case in cases]
     model = zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")
-    held = sum(tensor.storage.bytes.nbytes for tensor in base_of(model).values())
-    whole = sum(tensor.storage.numel for tensor in base_of(model).values())
+    held = sum(tensor.stored.bytes.nbytes for tensor in base_of(model).values())
+    whole = sum(tensor.stored.numel for tensor in base_of(model).values())
     found["held"] = held, whole
     attached = zinf_fx.attach_base(meta(), base)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def loaded_by_ranks(rank: int, directory: str) -> list[list[float]]:
     torch.manual_seed(1)
     model = zinf_fx.offload(Model(), placement="nvme", frozen_dtype="nf4")
     zinf_fx.load_checkpoint(directory + "/checkpoint", model)
-    found = [parameter.storage.value().tolist() for parameter in base_of(model).values()]
+    found = [parameter.stored.value().tolist() for parameter in base_of(model).values()]
     zinf_fx.load_safetensors(model, directory + "/weights")
     return [*found, *(parameter.full_tensor().flatten().tolist() for parameter in base_of(model).values())]
 
@@ -111,14 +111,14 @@ def test_checkpoints_of_ranks_have_the_bytes(tmp_path: Path):
     model = zinf_fx.offload(Model(), store=tmp_path / "store", placement="nvme", frozen_dtype="nf4")
     zinf_fx.load_checkpoint(two / "checkpoint", model)
     for mine, theirs in zip(base_of(model).values(), expected.values(), strict=True):
-        assert torch.equal(mine.storage.value(), theirs.storage.value())
+        assert torch.equal(mine.stored.value(), theirs.stored.value())
     zinf_fx.save_checkpoint(one / "checkpoint", model)
     plain = Model()
     zinf_fx.load_safetensors(plain, two / "weights")
     for name, mine in expected.items():
         assert torch.equal(plain.get_parameter(name), mine.full_tensor())
     zinf_fx.export_safetensors(model, one / "weights")
-    values = [t.storage.value() for t in expected.values()] + [t.full_tensor().flatten() for t in expected.values()]
+    values = [t.stored.value() for t in expected.values()] + [t.full_tensor().flatten() for t in expected.values()]
     for found in on_ranks(2, loaded_by_ranks, str(one)):
         assert found == [value.tolist() for value in values]
 

@@ -26,7 +26,7 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
         optimizer.step()
         tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
         found[preset] = (
-            sum(t.storage.bytes.nbytes if isinstance(t, StoredTensor) else t.nbytes for t in tensors),
+            sum(t.stored.bytes.nbytes if isinstance(t, StoredTensor) else t.nbytes for t in tensors),
             zinf_fx.stats(model).host_bytes,
             sum(p.numel() for p in model.parameters()),
         )

@@ -27,7 +27,7 @@ def recorded(rank: int, placement: str) -> dict:
     compiled = torch.compile(stored, backend="zinf")
     # What is still on its way to the disk would be copied, and not fetched.
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, overlap=False)
-    ranks = next(stored.parameters()).storage.share.ranks
+    ranks = next(stored.parameters()).stored.share.ranks
     ((batch,),) = batches(1, rank, 1)
 
     def step() -> None:
@@ -42,7 +42,7 @@ def recorded(rank: int, placement: str) -> dict:
         step()
         step()
         for parameter in stored.parameters():
-            parameter.storage.settled()  # what was begun for the next step is over
+            parameter.stored.settled()  # what was begun for the next step is over
     sent = ranks.sent_bytes - sent
     (plan,) = recording.plans
     hardware = load("rtx-4090").with_ranks(2)

@@ -34,7 +34,7 @@ def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[
         call(batch).backward()
         step()
     for fault in faults:
-        inject(next(model.parameters()).storage.tiers.store, fault)
+        inject(next(model.parameters()).stored.tiers.store, fault)
     return lambda: call(batch).backward(), step
 
 

@@ -221,7 +221,7 @@ def test_auto_keeps_what_fits(tmp_path: Path) -> None:
     exactly(model)(*torch.zeros(2, 2, 16, dtype=torch.int64, device=CUDA)).backward()
     assert not any(isinstance(p, StoredTensor) for p in model.parameters())
     zinf_fx.offload(model, store=tmp_path, device_memory="64KiB")
-    assert model.head.weight.storage.placement.optimizer == "host"
+    assert model.head.weight.stored.placement.optimizer == "host"
 
 
 @pytest.mark.parametrize("placement", ["device", "nvme"])
@@ -332,7 +332,7 @@ def test_values_larger_than_a_slab(tmp_path: Path, tier: str) -> None:
 
 def test_host_memory_is_pinned(tmp_path: Path) -> None:
     holder = zinf_fx.offload(nn.Linear(64, 64).to(CUDA), store=tmp_path, placement="host")
-    assert holder.weight.storage.settled().window().wait().is_pinned()
+    assert holder.weight.stored.settled().window().wait().is_pinned()
 
 
 # -- time and memory -------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_an_exception_in_the_middle_gives_memory_back(tmp_path: Path) -> None:
     compiled(torch.randn(8, 256, device=CUDA)).backward()
     model.zero_grad()
     EXECUTOR.reset()
-    storage = model.layers[4].weight.storage
+    storage = model.layers[4].weight.stored
     storage.tiers.drain()
     before = torch.cuda.memory_allocated()
     fault = Fault("completion", operation="read", errno=5, nth=3)

@@ -104,7 +104,7 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     assert train(call, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2), accumulate) == expected
     assert_equal(model, plain)
     assert (device.uploads + device.downloads > 0) == (placement != "device")
-    in_place = model.head.weight.storage.in_place
+    in_place = model.head.weight.stored.in_place
     assert bool(zinf_fx.stats(model).peak_device_arena_bytes) != in_place
 
 
@@ -178,8 +178,8 @@ def test_what_stays_on_the_device_stays_in_its_memory(tmp_path: Path, placement:
     model.bias = nn.Parameter(others[:8])
     before, values = model.weight.data_ptr(), [one.detach().clone() for one in model.parameters()]
     zinf_fx.offload(model, store=tmp_path, placement=placement, pack=None)
-    assert model.weight.storage.bytes.on_device.data_ptr() == before
-    assert model.bias.storage.bytes.on_device.data_ptr() != others.data_ptr(), "memory that others have, too"
+    assert model.weight.stored.bytes.on_device.data_ptr() == before
+    assert model.bias.stored.bytes.on_device.data_ptr() != others.data_ptr(), "memory that others have, too"
     assert all(map(torch.equal, (one.full_tensor() for one in model.parameters()), values))
 
 
@@ -201,7 +201,7 @@ def test_who_has_the_values_from_before_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier)
-    tiers = model.head.weight.storage.tiers
+    tiers = model.head.weight.stored.tiers
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
     train(torch.compile(model, backend="zinf"), optimizer)
     optimizer.finish()  # the thread beside has the parameters until then
@@ -217,7 +217,7 @@ def test_nothing_is_left_behind(tmp_path: Path, tier: str) -> None:
 
 def test_a_delayed_write_that_fails_is_reported_where_it_is_missed(tmp_path: Path) -> None:
     model = zinf_fx.offload(nn.Linear(8, 8), store=tmp_path, placement="nvme")
-    tiers = model.weight.storage.tiers
+    tiers = model.weight.stored.tiers
     tiers.drain()
     inject(tiers.store, Fault("completion", operation="write", errno=5))
     with torch.no_grad():

@@ -176,7 +176,7 @@ def test_what_a_model_returns_of_its_weights_is_not_overwritten(tmp_path: Path) 
 def test_the_region_goes_with_the_last_model(tmp_path: Path) -> None:
     model = zinf_fx.offload(Net(), store=tmp_path, placement="infinity-cpu")
     torch.compile(model, backend="zinf")(torch.randn(3, 32)).backward()
-    (arena,) = map(weakref.ref, model.scale.storage.tiers.device_arenas.values())
+    (arena,) = map(weakref.ref, model.scale.stored.tiers.device_arenas.values())
     assert arena().capacity > 0
     del model
     torch._dynamo.reset()

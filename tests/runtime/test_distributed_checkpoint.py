@@ -156,7 +156,7 @@ class TestStoredBox:
         tmp_path.joinpath("store").mkdir()
         matrix = nn.ParameterList([nn.Parameter(torch.arange(30.0).view(5, 6))])
         self.matrix = zinf_fx.offload(matrix, store=tmp_path / "store", placement="nvme")[0]
-        return StoredBox(self.matrix.storage, Box.whole((5, 6)), Box((1, 2), (3, 4)))
+        return StoredBox(self.matrix.stored, Box.whole((5, 6)), Box((1, 2), (3, 4)))
 
     def test_it_has_the_values(self, box: StoredBox):
         expected = torch.arange(30.0).view(5, 6)[1:4, 2:6]

@@ -55,7 +55,7 @@ def check_equal(plain: nn.Module, stored: nn.Module) -> None:
         assert q.equal(p), name
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
-            assert isinstance(q.grad, StoredTensor) != q.storage.has_plain_gradient
+            assert isinstance(q.grad, StoredTensor) != q.stored.has_plain_gradient
             assert q.grad.equal(p.grad), name
 
 
@@ -123,7 +123,7 @@ def test_autograd_saves_no_values_of_parameters(tmp_path, autocast: bool):
 
 def test_autocast_without_gradients_writes_nothing(tmp_path):
     plain, stored = twins(mlp, tmp_path, "nvme")
-    tiers = next(stored.parameters()).storage.tiers
+    tiers = next(stored.parameters()).stored.tiers
     tiers.drain()
     before = tiers.store.counters().bytes_written, tiers.store.in_use
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -50,7 +50,7 @@ class Training:
 
     @property
     def tiers(self) -> object:
-        return self.model[0].weight.storage.tiers
+        return self.model[0].weight.stored.tiers
 
     def drop(self) -> None:
         del self.model, self.call, self.optimizer
@@ -126,8 +126,8 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
     model = zinf_fx.offload(nn.Sequential(*layers), store=tmp_path, placement=placement, pack="auto")
     torch.compile(model, backend="zinf")(torch.randn(4, 8)).sum().backward()
     before = [p.grad.full_tensor() for p in model.parameters()]
-    allocation = model[0].weight.grad.storage.bytes.allocation
-    assert allocation.is_reused and allocation is model[2].bias.grad.storage.bytes.allocation
+    allocation = model[0].weight.grad.stored.bytes.allocation
+    assert allocation.is_reused and allocation is model[2].bias.grad.stored.bytes.allocation
 
     def drop() -> None:
         model.zero_grad()

@@ -27,7 +27,7 @@ def layers(store: Path, placement: object, count: int = 1, **options: object) ->
 
 
 def state(parameter: torch.Tensor) -> GradientState:
-    return state_of(parameter.grad, parameter.storage)
+    return state_of(parameter.grad, parameter.stored)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_consumed_gradient_and_one_of_this_rank_alone(tmp_path: Path) -> None:
     (gradient,) = stored_gradients([parameter], parameter.dtype)
     parameter.grad = gradient
     assert state(parameter) is GradientState.STORED
-    gradient.storage.share.unreduced = True
+    gradient.stored.share.unreduced = True
     assert state(parameter) is GradientState.LOCAL
 
 
@@ -78,26 +78,26 @@ def test_a_consumed_gradient_and_one_of_this_rank_alone(tmp_path: Path) -> None:
 def test_a_place_is_acquired_again_when_nobody_has_the_gradient(tmp_path: Path, placement: object) -> None:
     (parameter,) = layers(tmp_path, placement).parameters()
     (first,) = stored_gradients([parameter], parameter.dtype)
-    storage = first.storage
+    storage = first.stored
     part = first.detach()[:3]
     del first
     (second,) = stored_gradients([parameter], parameter.dtype)
-    assert second.storage is not storage, "a part of the first one is there"
+    assert second.stored is not storage, "a part of the first one is there"
     del part, second
     (third,) = stored_gradients([parameter], parameter.dtype)
     fourth = stored_gradients([parameter], torch.float64)
-    assert (third.storage is storage) == (placement is NVME), "in memory, the last buffer is kept"
-    assert fourth[0].storage is not third.storage and fourth[0].dtype == torch.float64
+    assert (third.stored is storage) == (placement is NVME), "in memory, the last buffer is kept"
+    assert fourth[0].stored is not third.stored and fourth[0].dtype == torch.float64
 
 
 def test_memory_goes_back_with_the_last_of_the_gradients_and_comes_again(tmp_path: Path) -> None:
     parameters = list(layers(tmp_path, HOST, 3).parameters())
-    arena = parameters[0].storage.tiers.host
+    arena = parameters[0].stored.tiers.host
     used = arena.in_use
     gradients = stored_gradients(parameters, torch.float32)
     assert run_of(gradients) is not None and run_of(gradients[::-1]) is None and run_of(gradients[::2]) is None
     assert run_of(gradients[1:]) is not None
-    nbytes, storages = arena.in_use - used, [gradient.storage for gradient in gradients]
+    nbytes, storages = arena.in_use - used, [gradient.stored for gradient in gradients]
     assert nbytes == 3 * 4096
     last = gradients.pop()
     gradients.clear()
@@ -105,17 +105,17 @@ def test_memory_goes_back_with_the_last_of_the_gradients_and_comes_again(tmp_pat
     del last
     assert arena.in_use == used
     again = stored_gradients(parameters, torch.float32)
-    assert [gradient.storage for gradient in again] == storages and arena.in_use == used + nbytes
+    assert [gradient.stored for gradient in again] == storages and arena.in_use == used + nbytes
     del again
     taken = arena.allocate(arena.capacity - arena.in_use)  # among it, where the gradients were
     taken.release()
     others = stored_gradients(parameters[:2], torch.float32)
-    assert others[0].storage not in storages, "some of them have a buffer of their own"
+    assert others[0].stored not in storages, "some of them have a buffer of their own"
 
 
 def test_places_on_nvme_that_are_taken_leave_the_others_usable(tmp_path: Path) -> None:
     parameters = list(layers(tmp_path, NVME, 3, pack="1MiB").parameters())
-    store = parameters[0].storage.tiers.store
+    store = parameters[0].stored.tiers.store
     reserved = store.in_use
     held = stored_gradients(parameters[1:2], torch.float32)
     gradients = stored_gradients(parameters, torch.float32)
@@ -130,7 +130,7 @@ def test_a_buffer_goes_with_its_parameters(tmp_path: Path) -> None:
     model = layers(tmp_path, HOST, 3)
     gradients = stored_gradients(list(model.parameters()), torch.float32)
     buffer = weakref.ref(gradients[0]._lease.buffer)
-    gone = gradients[0].storage.bytes.tiers.host
+    gone = gradients[0].stored.bytes.tiers.host
     used = gone.in_use
     del model
     gc.collect()

@@ -31,7 +31,7 @@ def test_code_that_outlives_a_model_holds_none_of_its_bytes(stored: Callable[[],
         model = models.pop() if models else stored()
         for _ in range(2):
             run(model, x).backward()
-        storages = [parameter.storage for parameter in model.parameters()]
+        storages = [parameter.stored for parameter in model.parameters()]
         gone = [weakref.ref(one) for one in storages] + [weakref.ref(one.bytes.on_device) for one in storages]
         expected = torch.nn.functional.linear(x, *(p.full_tensor() for p in model.parameters())).square().mean()
         assert torch.equal(run(model, x), expected)

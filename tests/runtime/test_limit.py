@@ -58,7 +58,7 @@ def test_what_plans_and_what_allocates_keep_to_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(auto_placement, "memory_limit", lambda: limit)
     monkeypatch.setattr(tiers, "hold_little", lambda: blocks.append(True))
     model = zinf_fx.offload(torch.nn.Linear(512, 1024), store=tmp_path)
-    storage = model.weight.storage
+    storage = model.weight.stored
     assert storage.placement.optimizer == "nvme"
     assert storage.tiers.host.capacity == limit.nbytes and blocks
 
@@ -71,4 +71,4 @@ def test_a_budget_of_a_later_model_in_the_same_store_counts(tmp_path: Path, monk
     zinf_fx.offload(one, store=tmp_path, placement="nvme")
     assert not blocks
     zinf_fx.offload(other, store=tmp_path, placement="nvme", device_memory="1GiB")
-    assert blocks and one.weight.storage.tiers is other.weight.storage.tiers
+    assert blocks and one.weight.stored.tiers is other.weight.stored.tiers

@@ -89,11 +89,11 @@ def test_parameters_leave_in_place(tmp_path, tier: str):
 
 def test_what_is_stored_stays_and_what_is_new_follows(tmp_path):
     model = zinf_fx.offload(trained(), store=tmp_path, placement="nvme")
-    keys = {name: p.storage.key for name, p in model.named_parameters()}
+    keys = {name: p.stored.key for name, p in model.named_parameters()}
     model.extra = nn.Linear(8, 8)
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
     assert all(isinstance(p, StoredTensor) for p in model.parameters())
-    assert all(model.get_parameter(name).storage.key == key for name, key in keys.items())
+    assert all(model.get_parameter(name).stored.key == key for name, key in keys.items())
 
 
 LAYOUTS = {
@@ -251,7 +251,7 @@ def test_a_disk_slower_than_the_model_waits_for_room_in_memory(tmp_path):
     model = copy.deepcopy(plain)
     zinf_fx.offload(model, store=tmp_path, placement="nvme", host_memory="1MiB")
     assert all(p.equal(q) for p, q in zip(model, plain, strict=True))
-    assert model[0].storage.tiers.host.peak <= 1 << 20
+    assert model[0].stored.tiers.host.peak <= 1 << 20
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -463,7 +463,7 @@ def copy_and_convert(model: nn.Module) -> None:
 @pytest.mark.parametrize("use", [train_eagerly, train_compiled, copy_and_convert])
 def test_a_model_that_dies_leaves_nothing_behind(tmp_path, use: Callable[[nn.Module], None]):
     other = zinf_fx.offload(nn.Linear(8, 8), store=tmp_path, placement="nvme")
-    tiers = other.weight.storage.tiers
+    tiers = other.weight.stored.tiers
     tiers.drain()
     before = tiers.store.in_use, tiers.host.in_use
     model = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
@@ -507,7 +507,7 @@ def test_space_for_gradients_is_reserved_before_the_first_step(tmp_path):
     model[0].requires_grad_(False)
     parameters = sum(p.nbytes for p in model.parameters())
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
-    store = model[0].weight.storage.tiers.store
+    store = model[0].weight.stored.tiers.store
     reserved = store.in_use
     assert reserved == parameters + parameters * 3 // 4
     for _ in range(2):
@@ -534,7 +534,7 @@ def test_another_offload_with_other_options_is_refused(first, second, message):
 def test_another_offload_with_the_same_options_moves_what_is_new():
     model = torch.nn.Sequential(zinf_fx.offload(torch.nn.Linear(4, 4), placement="host"))
     model.append(torch.nn.Linear(4, 4))
-    stored = model[0].weight.storage
+    stored = model[0].weight.stored
     for options in ({"placement": "host"}, {}):
         zinf_fx.offload(model, **options)
-        assert model[0].weight.storage is stored and model[1].weight.base.tier == "host"
+        assert model[0].weight.stored is stored and model[1].weight.base.tier == "host"

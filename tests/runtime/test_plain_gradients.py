@@ -38,7 +38,7 @@ def models(tmp_path, placement) -> tuple[Net, Net]:
 def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles: bool):
     plain, model = models
     call = torch.compile(model, backend="zinf") if compiles else model
-    tiers = model.scale.storage.tiers
+    tiers = model.scale.stored.tiers
     for _ in range(2):
         gc.collect()
         used = tiers.host.in_use

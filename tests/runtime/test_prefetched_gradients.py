@@ -101,7 +101,7 @@ def test_as_much_is_read_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     """To some of the elements, through another window; to all, as a value."""
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
-    held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.storage.bytes
+    held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.stored.bytes
     values = held.copied(0, held.count).clone()
     window = held.prefetch(0, held.count)
     other = held.device_window(3, 5)
@@ -117,7 +117,7 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
 
 def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
-    held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.storage.bytes
+    held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.stored.bytes
     allocated = held.tiers.host.in_use
     window = held.prefetch(0, held.count)
     assert held.prefetch(0, held.count) is None, "it is there"
@@ -130,7 +130,7 @@ def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
 def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path) -> None:
     """They have blocks of the store in common."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
+    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.stored.bytes
     values = held.copied(0, held.count).clone()
     parts = [(0, 1500), (1500, 1500), (3000, held.count - 3000)]
     windows = [held.prefetch(*part) for part in parts]
@@ -144,7 +144,7 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
 
 def test_where_the_planned_place_is_taken_nothing_is_prefetch(tmp_path: Path) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.storage.bytes
+    held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.stored.bytes
     held.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
     other = held.tiers.allocate(held.nbytes, 0)
     assert held.prefetch(0, held.count, 0) is None
@@ -158,7 +158,7 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     compiled = torch.compile(model, backend="zinf")
     for number in range(2):
         compiled(batch(number)).sum().backward()
-    tiers = model[0].weight.storage.tiers
+    tiers = model[0].weight.stored.tiers
     tiers.drain()
     EXECUTOR.reset()
     allocated = tiers.host.in_use
@@ -172,6 +172,6 @@ def test_an_error_leaves_no_buffer_behind(tmp_path: Path, ahead: list[Window]) -
     tiers.drain()
     assert ahead and all(window.is_over for window in ahead)
     assert not any(
-        parameter.grad.storage.bytes._prefetched for parameter in model.parameters() if parameter.grad is not None
+        parameter.grad.stored.bytes._prefetched for parameter in model.parameters() if parameter.grad is not None
     )
     assert tiers.host.in_use <= allocated

@@ -131,7 +131,7 @@ def test_tensors_of_a_parameter_are_stored_once(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as that the parameter stays in memory
             zinf_fx.offload(model, store=tmp_path, placement="nvme")
-        storages.append([model[1].weight.packed.storage, model[1].weight.scale.storage])
+        storages.append([model[1].weight.packed.stored, model[1].weight.scale.stored])
     assert all(one is other for one, other in zip(*storages, strict=True))
 
 

@@ -54,13 +54,13 @@ def test_a_value_of_another_shape_is_stored_and_trained(tmp_path, tier: str, com
     if compiled_before:
         compiled(torch.arange(20)).backward()
         model.zero_grad()
-    weight, (kept, storage) = model.tokens.weight, (model.middle.weight, model.middle.weight.storage)
+    weight, (kept, storage) = model.tokens.weight, (model.middle.weight, model.middle.weight.stored)
     rows = torch.randn(3, 8)
     for each in (model, plain):
         each.tokens.weight.data = torch.cat([each.tokens.weight.data, rows])
         each.tokens.num_embeddings, each.head.out_features = 23, 23
-    assert model.tokens.weight is model.head.weight is weight and weight.storage.tier == tier
-    assert weight.shape == (23, 8) and weight.is_leaf and weight.requires_grad and kept.storage is storage
+    assert model.tokens.weight is model.head.weight is weight and weight.stored.tier == tier
+    assert weight.shape == (23, 8) and weight.is_leaf and weight.requires_grad and kept.stored is storage
     tokens = torch.arange(23)
     expected = train(plain, plain, torch.optim.AdamW(plain.parameters(), fused=True), tokens)
     assert train(model, compiled, zinf_fx.optim.AdamW(model.parameters()), tokens) == expected
@@ -93,7 +93,7 @@ def test_values_that_are_made_like_the_parameter(tmp_path, tier: str, make: Call
     value = make(weight.data)
     expected = value.full_tensor() if isinstance(value, StoredTensor) else value.clone()
     weight.data = value
-    assert isinstance(weight, StoredTensor) and weight.storage.tier == tier and weight.dtype == expected.dtype
+    assert isinstance(weight, StoredTensor) and weight.stored.tier == tier and weight.dtype == expected.dtype
     assert torch.equal(weight.full_tensor(), expected)
 
 
@@ -144,7 +144,7 @@ def test_parameters_and_modules_that_take_the_place_of_stored_ones(tmp_path, tie
         each.middle.bias = nn.Parameter(bias.clone())
         each.head = nn.Sequential(copy.deepcopy(weights[1]), each.head)
     assert isinstance(model.middle.weight, StoredTensor) and isinstance(model.middle.bias, StoredTensor)
-    assert model.middle.weight.storage.config is model.tokens.weight.storage.config
+    assert model.middle.weight.stored.config is model.tokens.weight.stored.config
     assert not isinstance(model.head[0].weight, StoredTensor), "in a new place"
     zinf_fx.offload(model, store=tmp_path, placement=tier)
     tokens = torch.arange(20)

@@ -299,7 +299,7 @@ def check_same(plain: nn.Module, stored: nn.Module) -> None:
         assert q.requires_grad == p.requires_grad and q.dtype == p.dtype and q.equal(p), name
         assert (q.grad is None) == (p.grad is None)
         if p.grad is not None:
-            assert isinstance(q.grad, StoredTensor) != q.storage.has_plain_gradient
+            assert isinstance(q.grad, StoredTensor) != q.stored.has_plain_gradient
             assert q.grad.dtype == p.grad.dtype and q.grad.equal(p.grad), name
     for (name, p), (_, q) in zip(plain.named_buffers(), stored.named_buffers(), strict=True):
         assert type(q) is torch.Tensor and q.equal(p), name
@@ -577,7 +577,7 @@ def test_an_asynchronous_checkpoint_has_what_it_was_asked_to_save(make: Make, tm
 def test_an_interrupt_while_a_value_is_read_harms_no_memory(tmp_path):
     module = nn.ParameterList([nn.Parameter(torch.full((1 << 14,), 3.0))])
     zinf_fx.offload(module, store=tmp_path, placement="nvme")
-    storage = module[0].storage
+    storage = module[0].stored
     storage.bytes.flush()
     storage.tiers.drain()
     store = storage.tiers.store

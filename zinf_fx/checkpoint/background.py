@@ -190,4 +190,4 @@ def deferred_save(entries: StateEntries, save: Callable[[StateEntries], object])
 def _goes_on(optimizer: Streamed) -> bool:
     """Whether a step goes on in the background where any of the parameters live."""
     parameters = (stored_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    return any(stored is not None and stored.storage.tiers.background is not None for stored in parameters)
+    return any(stored is not None and stored.stored.tiers.background is not None for stored in parameters)

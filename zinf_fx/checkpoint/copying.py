@@ -116,16 +116,16 @@ class LocalShard:
     def identity(self) -> tuple:
         """A key that two names of one tensor have in common."""
         if isinstance(self.tensor, StoredTensor):
-            return (self.tensor.storage.key,)
+            return (self.tensor.stored.key,)
         place = self.tensor.untyped_storage().data_ptr(), self.tensor.storage_offset(), self.tensor.stride()
         what = self.shape, self.dtype, self.tensor.is_conj(), self.tensor.is_neg()
         return (id(self.tensor),) if not self.tensor.numel() else (*place, *what)
 
     @property
-    def storage(self) -> TensorStorage:
+    def stored(self) -> TensorStorage:
         """Return the storage of a stored tensor."""
         assert isinstance(self.tensor, StoredTensor)
-        return self.tensor.storage
+        return self.tensor.stored
 
     @property
     def copy_on_write(self) -> CopyOnWrite:
@@ -137,25 +137,25 @@ class LocalShard:
     @property
     def tiers(self) -> Tiers | None:
         """The tiers of a stored tensor."""
-        return self.tensor.storage.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
+        return self.tensor.stored.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
 
     @property
     def allocation(self) -> Allocation | None:
         """Where a stored tensor lives."""
-        return self.tensor.storage.bytes.allocation if isinstance(self.tensor, StoredTensor) else None
+        return self.tensor.stored.bytes.allocation if isinstance(self.tensor, StoredTensor) else None
 
     @property
     def owned(self) -> list[range]:
         """The elements, by number in the box, that this rank saves, if others have the rest."""
         parts = (range(self.box.numel),)
-        if isinstance(self.tensor, StoredTensor) and not self.tensor.storage.share.unreduced:
-            parts = self.tensor.storage.share.own
+        if isinstance(self.tensor, StoredTensor) and not self.tensor.stored.share.unreduced:
+            parts = self.tensor.stored.share.own
         return [part for part in parts if part]
 
     @property
     def wanted(self) -> list[range]:
         """The elements that are loaded here."""
-        if isinstance(self.tensor, StoredTensor) and self.tensor.storage.share.partitioned:
+        if isinstance(self.tensor, StoredTensor) and self.tensor.stored.share.partitioned:
             return self.owned
         return [range(self.box.numel)] if self.box.numel else []
 
@@ -165,12 +165,12 @@ class LocalShard:
         tiers = self.tiers
         if tiers is not None:
             planned = None if tiers.chunk_elements is None else tiers.chunk_elements * self.dtype.itemsize
-            nbytes = min(nbytes, self.storage.config.chunk, planned or nbytes)
+            nbytes = min(nbytes, self.stored.config.chunk, planned or nbytes)
         return pieces_of(elements, self.dtype.itemsize, nbytes)
 
     def byte_range(self, elements: range) -> range:
         """Return which bytes of their allocation consecutive elements of a stored tensor are."""
-        storage, itemsize = self.storage, self.dtype.itemsize
+        storage, itemsize = self.stored, self.dtype.itemsize
         first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
@@ -191,7 +191,7 @@ class LocalShard:
     def read(self, elements: range) -> Window | DeviceWindow | Read:
         """Start to read consecutive elements of one range to host memory. What is there already is used in place."""
         if isinstance(self.tensor, StoredTensor):
-            return open_window(self.tensor.storage, CPU, elements.start, len(elements))
+            return open_window(self.tensor.stored, CPU, elements.start, len(elements))
         if (there := self._in_place()) is not None:
             return Read(there[elements.start : elements.stop])
         memory = torch.empty(len(elements), dtype=self.dtype, device="cpu")
@@ -204,8 +204,8 @@ class LocalShard:
         """Give memory for consecutive elements, all of which the block sets. They are sent to where the tensor lives
         then; few others are on their way to the store."""
         if isinstance(self.tensor, StoredTensor):
-            self.storage.usable_tiers().limit_writes(PIECE)
-            window = open_window(self.tensor.storage, CPU, elements.start, len(elements), load=False)
+            self.stored.usable_tiers().limit_writes(PIECE)
+            window = open_window(self.tensor.stored, CPU, elements.start, len(elements), load=False)
             try:
                 yield window.wait()
                 window.store()
@@ -238,7 +238,7 @@ class LocalShard:
     def mark_loaded(self) -> None:
         """Note that all elements that are wanted here were written."""
         if isinstance(self.tensor, StoredTensor):
-            self.tensor.storage.share.stale = False
+            self.tensor.stored.share.stale = False
 
 
 @dataclass(frozen=True)
@@ -530,7 +530,7 @@ def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
     Where several ranks have shards of the tensor, every rank asks for all pieces, and gets the same.
     """
     if isinstance(tensor, StoredTensor) and not tensor.views:
-        storage, share = tensor.storage, tensor.storage.share
+        storage, share = tensor.stored, tensor.stored.share
         if share.in_shares:
             share.ranks.meet(f"the gather of {storage.name}")
         shard = storage.refreshed()

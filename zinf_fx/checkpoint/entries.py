@@ -282,7 +282,7 @@ def _words(how: list[str] | None) -> str:
 
 def is_read_only(tensor: torch.Tensor) -> bool:
     """Whether a tensor is read in place from files of somebody else."""
-    return isinstance(tensor, StoredTensor) and tensor.storage.is_read_only
+    return isinstance(tensor, StoredTensor) and tensor.stored.is_read_only
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
@@ -440,7 +440,7 @@ def _is_in_another_form(space: object, saved: SavedTensor) -> bool:
 
 def _in_form(parameter: StoredTensor, saved: SavedTensor, kind: Companion | None) -> StoredTensor:
     """Return a tensor without values yet, for a saved state of a parameter or for its companion of a kind."""
-    storage = parameter.storage
+    storage = parameter.stored
     space = storage.for_state(saved.dtype) if kind is None else storage.for_companion(kind.dtype, kind.elements)
     return StoredTensor.of(space, parameter.shape if kind is None else saved.shape, parameter.device)
 
@@ -452,7 +452,7 @@ def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if stored is None:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-    return stored.shown(StoredTensor.of(stored.storage.for_state(saved.dtype), stored.shape, stored.device))
+    return stored.shown(StoredTensor.of(stored.stored.for_state(saved.dtype), stored.shape, stored.device))
 
 
 class GradientsEntry:
@@ -704,7 +704,7 @@ def modules_in(entries: StateEntries) -> list[torch.nn.Module]:
 def unwritten_in(entries: StateEntries) -> set[int]:
     """Return the keys of the storages of frozen parameters, which no step rewrites."""
     frozen = (p for module in modules_in(entries) for p in module.parameters() if not p.requires_grad)
-    return {stored.storage.key for parameter in frozen for stored in stored_in(parameter)}
+    return {stored.stored.key for parameter in frozen for stored in stored_in(parameter)}
 
 
 @contextmanager

@@ -138,9 +138,9 @@ class Everyone:
         """`model`: as the user has it; `tensors`: of the model itself."""
         tensors = list(tensors)
         stored = [parameter for parameter in map(stored_parameter, tensors) if parameter is not None]
-        config = stored[0].storage.config if stored else Config()
+        config = stored[0].stored.config if stored else Config()
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
-        self.ranks = list(dict.fromkeys(parameter.storage.share.ranks for parameter in stored))
+        self.ranks = list(dict.fromkeys(parameter.stored.share.ranks for parameter in stored))
         if not stored and not meshes:
             replicas = (layer for layer in _layers_of(model) if isinstance(layer, DistributedDataParallel))
             groups = (layer.process_group for layer in replicas)
@@ -164,7 +164,7 @@ def all_ranks(*models: torch.nn.Module) -> Ranks:
     parameters = (parameter for model in models for parameter in model.parameters())
     stored = (tensor for parameter in parameters for tensor in stored_in(parameter))
     first = next(stored, None)
-    return Ranks.of(Config() if first is None else Config(collective_timeout=first.storage.config.collective_timeout))
+    return Ranks.of(Config() if first is None else Config(collective_timeout=first.stored.config.collective_timeout))
 
 
 @contextmanager

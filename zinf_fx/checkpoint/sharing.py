@@ -261,7 +261,7 @@ def _rewritten(ranges: Iterable[ShardRange], unwritten: Collection[int]) -> dict
     rewritten: dict[CopyOnWrite, bool] = {}
     for shard_range in ranges:
         in_store = shard_range.shard.copy_on_write
-        rewritten[in_store] = rewritten.get(in_store, False) or shard_range.shard.storage.key not in unwritten
+        rewritten[in_store] = rewritten.get(in_store, False) or shard_range.shard.stored.key not in unwritten
     return rewritten
 
 
@@ -507,7 +507,7 @@ class ZeroCopyLoad:
         generation = Generation(tiers.store)
         try:
             for in_files, sums in zip(shared, all_sums, strict=True):
-                allocation, storages = in_files.allocation, [shard.storage for _, shard in in_files.targets]
+                allocation, storages = in_files.allocation, [shard.stored for _, shard in in_files.targets]
                 allocation.await_reads(range(allocation.count))  # ahead of their turn, from what may be given back now
                 assert in_files.unit is not None
                 extent = tiers.store.adopted(in_files.nbytes, in_files.unit, in_files.places(numbers), sums)

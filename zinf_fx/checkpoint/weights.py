@@ -74,7 +74,7 @@ def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> TypeGuard[Sto
     are looked up by rows."""
     if not isinstance(tensor, StoredTensor) or not isinstance(tensor, torch.nn.Parameter) or id(tensor) in tables:
         return False
-    storage = tensor.storage
+    storage = tensor.stored
     is_whole = not tensor.views and tensor.parameter is tensor and not storage.share.part_of
     changes = not tensor.requires_grad and tensor.grad is None and not storage.is_read_only
     return is_whole and changes and storage.config.frozen_dtype is None
@@ -314,7 +314,7 @@ def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
 
 
 def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
-    storage, share = tensor.storage, tensor.storage.share
+    storage, share = tensor.stored, tensor.stored.share
     owned = share.own if share.partitioned else (range(storage.numel),)
     for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):
         with overwritten(tensor, part) as memory:

@@ -60,8 +60,8 @@ class Agreement:
     def check_together(self, inputs: Sequence[GraphInput]) -> None:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
         for graph_input in () if self.alone else inputs:
-            if graph_input.is_stored and graph_input.taken.storage.tiers is not None:
-                divided_over = graph_input.taken.storage.share.ranks.size
+            if graph_input.is_stored and graph_input.taken.stored.tiers is not None:
+                divided_over = graph_input.taken.stored.share.ranks.size
                 if divided_over != self._ranks.size:
                     raise RanksError(
                         f"the model was offloaded for {divided_over} rank(s), and {self._ranks.size} are to run it: "

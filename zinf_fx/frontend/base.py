@@ -134,7 +134,7 @@ def _twins(
                 twins[id(parameter)] = _packed(name, parameter, place, configs[name], owners, opened)
             else:
                 twins[id(parameter)] = _twin(name, parameter, place, configs[name], files)
-    packed = [twin.storage for twin in twins.values() if not twin.storage.is_read_only]
+    packed = [twin.stored for twin in twins.values() if not twin.stored.is_read_only]
     for tiers in {storage.tiers for storage in packed}:
         tiers.drain()
     for storage in packed:

@@ -323,7 +323,7 @@ class Capture:
         plan = self.plan
         if plan is None:
             return
-        storages = [tensor.storage for tensor in arguments if isinstance(tensor, StoredTensor)]
+        storages = [tensor.stored for tensor in arguments if isinstance(tensor, StoredTensor)]
         with RUNNING.turn():
             for tiers in {storage.tiers for storage in storages} - {None}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}

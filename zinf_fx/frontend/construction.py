@@ -134,7 +134,7 @@ class _Construction:
         modules = _living(self._modules)
         parameters = {id(own): own for module in modules for own in module._parameters.values()}
         stored = [
-            own for own in parameters.values() if isinstance(own, StoredTensor) and own.storage.key in self._stored
+            own for own in parameters.values() if isinstance(own, StoredTensor) and own.stored.key in self._stored
         ]
         bring_together(stored)
         self._names.check(self._config, modules)
@@ -170,7 +170,7 @@ class _Construction:
         replace_in_place(parameter, with_value(parameter, twins.pop(), self.mapped if loaded_as else None))
         pass_through(parameter.nbytes)
         if isinstance(parameter, StoredTensor):  # not a DTensor, whose local tensor isn't moved
-            self._stored.add(parameter.storage.key)
+            self._stored.add(parameter.stored.key)
 
 
 class _Names:

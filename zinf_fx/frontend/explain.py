@@ -253,7 +253,7 @@ def captured_graphs(
     planner = _Planner(config, rates, groups)
     twin = _twin_of(model, config)
     for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
-        gradient = stored.storage.gradient
+        gradient = stored.stored.gradient
         gradient.state_dtype = state_dtype or gradient.state_dtype
         gradient.master_dtype = (master_dtype if stored.dtype == torch.bfloat16 else None) or gradient.master_dtype
     inputs = tree_map_only(torch.Tensor, _off_meta, example_inputs)

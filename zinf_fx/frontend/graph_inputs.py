@@ -249,7 +249,7 @@ def tiles_of(
         if not isinstance(tensor, StoredTensor):
             raise PlanError(f"'{token}' is gathered, but input {origin} of the captured graph is {tensor!r}")
         base = tensor.base
-        keys[token.name] = tensor.storage.key
+        keys[token.name] = tensor.stored.key
         # Hooks on a gradient are autograd's to run: such a gradient stays an output.
         moves = tensor.is_leaf and tensor.requires_grad and not tensor.views and not tensor.has_gradient_hooks
         name = inputs[origin.number].name
@@ -257,7 +257,7 @@ def tiles_of(
             name = ".".join((name, *origin.attributes))
         asked = None if placement is None else placement.of(name, tensor)
         config = placed(base.config, asked)
-        known = tensor.storage.stands_for or tensor.storage
+        known = tensor.stored.stands_for or tensor.stored
         trained_by = numbers.setdefault(known.share.ranks, len(numbers))
         treatments[token.name] = (_treated(placed(known.config, asked)), trained_by)
         owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
@@ -269,8 +269,8 @@ def tiles_of(
             tier=base.tier if asked is None else asked.parameters,
             gradient_tier=config.own_placement.gradients if moves else None,
             state_tier=config.own_placement.optimizer if moves else None,
-            state_dtype=(tensor.storage.gradient.state_dtype or known.gradient.state_dtype) if moves else None,
-            master_dtype=(tensor.storage.gradient.master_dtype or known.gradient.master_dtype) if moves else None,
+            state_dtype=(tensor.stored.gradient.state_dtype or known.gradient.state_dtype) if moves else None,
+            master_dtype=(tensor.stored.gradient.master_dtype or known.gradient.master_dtype) if moves else None,
             ranks=ranks,
             shard=shards.size if shards else 0,
             partitioned=ranks > 1 and config.stage == 3,

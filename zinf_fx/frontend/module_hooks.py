@@ -66,7 +66,7 @@ class _Successor(NamedTuple):
         """The parameter, if it is still there."""
         module, storage = self.module(), self.storage()
         present = None if module is None or storage is None else module._parameters.get(self.name)
-        return present if isinstance(present, StoredTensor) and present.storage is storage else None
+        return present if isinstance(present, StoredTensor) and present.stored is storage else None
 
 
 class _Memory(NamedTuple):
@@ -78,7 +78,7 @@ class _Memory(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Memory:
         if isinstance(tensor, StoredTensor):
-            return cls(weakref.ref(tensor.storage), (tuple(tensor.shape), tensor.views))
+            return cls(weakref.ref(tensor.stored), (tuple(tensor.shape), tensor.views))
         writes = None if tensor.is_inference() else tensor._version
         layout = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), writes)
         return cls(weakref.ref(tensor.untyped_storage()), layout)
@@ -90,7 +90,7 @@ class _Memory(NamedTuple):
 
 
 def _writes(*parameters: StoredTensor) -> int:
-    return sum(parameter.storage.token._version for parameter in parameters)
+    return sum(parameter.stored.token._version for parameter in parameters)
 
 
 # By the storage of a stored parameter, what took its place under the first of its names, and under others.
@@ -113,9 +113,9 @@ def _parameter_registered(
     memory = _Memory.of(parameter)
     _store_like({name: before}, {name: parameter})
     if isinstance(parameter, StoredTensor):
-        present = [place for place in _SUCCESSORS.get(before.storage, ()) if place.parameter is not None]
-        own = _Successor(weakref.ref(module), name, weakref.ref(parameter.storage), memory, _writes(before, parameter))
-        _SUCCESSORS[before.storage] = [*(place for place in present if place[:2] != own[:2]), own]
+        present = [place for place in _SUCCESSORS.get(before.stored, ()) if place.parameter is not None]
+        own = _Successor(weakref.ref(module), name, weakref.ref(parameter.stored), memory, _writes(before, parameter))
+        _SUCCESSORS[before.stored] = [*(place for place in present if place[:2] != own[:2]), own]
     return None
 
 
@@ -128,7 +128,7 @@ def _is_strided(parameter: torch.nn.Parameter | None) -> TypeGuard[torch.nn.Para
 
 def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -> StoredTensor | None:
     """The parameter that took the place of `before` under another name, if `parameter` is in the same memory."""
-    successors = ((place, place.parameter) for place in _SUCCESSORS.get(before.storage, ()))
+    successors = ((place, place.parameter) for place in _SUCCESSORS.get(before.stored, ()))
     present = [(place, successor) for place, successor in successors if successor is not None]
     if not present or any(successor is parameter for _, successor in present):
         return None
@@ -137,7 +137,7 @@ def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -
         for number, (place, successor) in enumerate(present)
         if place.memory.is_that_of(parameter) and successor.requires_grad == parameter.requires_grad
     )
-    ranks = before.storage.share.ranks
+    ranks = before.stored.share.ranks
     number = ranks.of_first(next(same, None), f"whether {what} is tied")
     if number is not None:
         return present[number][1]
@@ -190,7 +190,7 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
     for name, parameter in now.items():  # in this order, which all ranks have
         if name not in before:
             continue
-        storage = before[name].storage
+        storage = before[name].stored
         if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
             continue
         if storage.tiers is None or storage.share.part_of:  # made for planning only, or divided by tensor parallelism
@@ -214,7 +214,7 @@ def _wrapped(parent: torch.nn.Module, name: str, module: torch.nn.Module | None)
         and (stored := stored_parameter(parameter)) is not None
     ]
     for stored in trained:
-        stored.storage.share.wrapper = weakref.ref(parent)
+        stored.stored.share.wrapper = weakref.ref(parent)
     if trained:
         nbytes = in_words(sum(stored.numel() * stored.dtype.itemsize for stored in trained))
         warnings.warn(

@@ -132,7 +132,7 @@ def offload_parameters(
             raise
         tiers.drain()
     for name, twin in zip(parameters, twins, strict=True):
-        twin.storage.label = f"parameter '{name}'"
+        twin.stored.label = f"parameter '{name}'"
     twins.reverse()
     for parameter in parameters.values():
         let_through()
@@ -229,7 +229,7 @@ def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: Mapped
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's; one that
     was `loaded`, from files that are mapped, is each rank's, where all have it at one place in one file, of which each
     reads its own part alone."""
-    value, ranks = local_part(parameter.detach()), twin.storage.share.ranks
+    value, ranks = local_part(parameter.detach()), twin.stored.share.ranks
     if bitsandbytes.has_codes(parameter):
         value = value.as_subclass(torch.Tensor)
     what = f"a parameter of shape {tuple(parameter.shape)}"
@@ -240,12 +240,12 @@ def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: Mapped
         ranks.broadcast(value, what)
     if (quantised := twin.quantised) is not None:
         value = quantised_bytes(value, quantised.format)
-    replace(twin.storage, value, after_piece=None if loaded is None else loaded.trim)
+    replace(twin.stored, value, after_piece=None if loaded is None else loaded.trim)
     gradient = parameter.grad
     if isinstance(twin.grad, StoredTensor) and gradient is not None:
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             gradient = placed_as(parameter, gradient)
-        twin.grad.storage.set(gradient)
+        twin.grad.stored.set(gradient)
     return twin
 
 

@@ -67,14 +67,14 @@ def bring_together(parameters: Iterable[StoredTensor]) -> None:
     Raises: StoreError when there is no room for a group beside what is to move there; all is as before then.
     """
     candidates = []
-    for parameter in sorted(parameters, key=lambda parameter: parameter.storage.key):
-        storage = parameter.storage
+    for parameter in sorted(parameters, key=lambda parameter: parameter.stored.key):
+        storage = parameter.stored
         if not storage.share.part_of and parameter.grad is None:  # else it is divided, or held
             stored_as = (storage.dtype, parameter.device, storage.share.shards, parameter.requires_grad)
             candidates.append(_Candidate(parameter, storage.config, *stored_as))
     for pack in _together(candidates):
         let_through()
-        _move([parameter.storage for parameter in pack])
+        _move([parameter.stored for parameter in pack])
         reserve_gradients(pack)
 
 

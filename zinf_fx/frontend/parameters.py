@@ -199,7 +199,7 @@ def options_given(config: Config | None, options: Mapping[str, object]) -> set[s
 def options_of_states(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
     """The options that stored parameters, by name, were made with, and that can't be others for a graph of theirs."""
     # Shards of what many ranks train consist of tiles.
-    return (*_OF_STATES, "tile") if next(iter(stored.values())).storage.share.ranks.shards > 1 else _OF_STATES
+    return (*_OF_STATES, "tile") if next(iter(stored.values())).stored.share.ranks.shards > 1 else _OF_STATES
 
 
 def check_not_contradicted(
@@ -319,7 +319,7 @@ def abstract_parameter(
         form = form_of(parameter, config, tables)
         form = form if form.quantised is not None else Form.of(part)
     storage = AbstractStorage(tier, config, form.numel, form.dtype)
-    storage.stands_for = None if stored is None else stored.storage
+    storage.stands_for = None if stored is None else stored.stored
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device, quantised=form.quantised)
     if isinstance(parameter, DTensor):

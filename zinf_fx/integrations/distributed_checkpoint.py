@@ -31,9 +31,9 @@ class Stager:
 
         def staged(value: Any) -> Any:
             if isinstance(value, StoredTensor) and hasattr(value, "__create_write_items__"):
-                key = value.storage.key
+                key = value.stored.key
                 if key not in copies:
-                    copied = copy_of_own(value.storage, value.shape)
+                    copied = copy_of_own(value.stored, value.shape)
                     copies[key] = StoredTensor.of(copied, value.shape, value.device)
                 return copies[key]
             return copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -162,7 +162,7 @@ class Recording:
     def _take(self, log: Log, model: torch.nn.Module) -> None:
         """Fill in what was noted. What is not over yet is cut off now."""
         if (stored := _stored_in(model)) is not None:
-            self._ranks = stored.storage.share.ranks
+            self._ranks = stored.stored.share.ranks
         now, began = time.perf_counter(), log.began
         self._on_host = log.on_host
         slices: dict[int, list[Slice]] = {run.step: [] for run in log.runs}
@@ -211,7 +211,7 @@ def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
             f"hardware={THIS_MACHINE!r} measures the disk of the model's store, and no parameter is stored yet: "
             "zinf_fx.offload() the model, or run a step of it, before"
         )
-    return measure_machine(*stored.storage.config.stores)
+    return measure_machine(*stored.stored.config.stores)
 
 
 def _stored_in(model: torch.nn.Module) -> StoredTensor | None:

@@ -95,12 +95,12 @@ def stats(model: torch.nn.Module) -> Stats:
     check_model(model, "stats")
     model = getattr(model, "_orig_mod", model)
     stored = [stored for parameter in model.parameters() for stored in stored_in(parameter)]
-    all_tiers = dict.fromkeys(p.storage.tiers for p in stored if p.storage.tiers is not None)
+    all_tiers = dict.fromkeys(p.stored.tiers for p in stored if p.stored.tiers is not None)
     stores = [tiers.store_in_use for tiers in all_tiers if tiers.store_in_use is not None]
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
     counters = [tiers.counters for tiers in all_tiers]
     moved = sum((store.counters() for store in stores), IoCounters())
-    ranks = {p.storage.share.ranks for p in stored}
+    ranks = {p.stored.share.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
         ranks.update(on_group for group in mesh.get_all_groups() for on_group in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}

@@ -319,7 +319,7 @@ class ChunkUpdate:
         entry = self._shown[parameter.whole]
         entry.update((name, parameter.shown(states.tensors[name])) for name in (*names, *states.masters))
         if states.has_master:
-            states.version = parameter.storage.bytes.version
+            states.version = parameter.stored.bytes.version
 
 
 def _run(lane: _Lane, call: Call) -> None:

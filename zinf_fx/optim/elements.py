@@ -54,7 +54,7 @@ def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -
     start now."""
     if isinstance(tensor, StoredTensor):
         if not tensor.views:
-            return open_window(tensor.storage, place, start, count)
+            return open_window(tensor.stored, place, start, count)
         tensor = tensor.full_tensor()
     return OrdinaryWindow(tensor.detach().reshape(-1)[start : start + count].to(place.torch_device))
 
@@ -90,7 +90,7 @@ def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None 
     alike, if it hasn't the target's elements."""
     if not isinstance(value, StoredTensor):
         return value
-    mine, theirs = target.storage.share, value.storage.share
+    mine, theirs = target.stored.share, value.stored.share
     alike = (theirs.partitioned and theirs.shards) == (mine.partitioned and (shards or mine.shards))
     return value if alike else value.full_tensor()
 
@@ -98,14 +98,14 @@ def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None 
 def current_chunks(tensor: StoredTensor, itemsize: int | None = None) -> Iterator[range]:
     """Consecutive elements of about `Config.chunk` bytes each, of those that this rank has the present version of.
     `itemsize`: bytes of an element that count, if not the tensor's."""
-    for current in tensor.storage.share.current:
-        yield from pieces_of(current, itemsize or tensor.dtype.itemsize, tensor.storage.config.chunk)
+    for current in tensor.stored.share.current:
+        yield from pieces_of(current, itemsize or tensor.dtype.itemsize, tensor.stored.config.chunk)
 
 
 @contextmanager
 def overwritten(target: StoredTensor, part: range) -> Iterator[torch.Tensor]:
     """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
-    storage = target.storage
+    storage = target.stored
     storage.tiers.limit_writes(storage.config.chunk)
     window = storage.settled().window(storage.share.position(part.start), len(part), load=False)
     try:

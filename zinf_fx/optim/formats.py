@@ -185,7 +185,7 @@ def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
             f"{what}, which is a DTensor of tensor parallelism: blocks of its elements are in no order that another "
             "division has; use state_dtype=torch.bfloat16"
         )
-    storage = parameter.storage
+    storage = parameter.stored
     shards, on_nvme = storage.share.shards, storage.placement.optimizer == "nvme"
     if on_nvme and shards.ranks > 1 and len(shards.segments) > 1 and shards.step % PAGE:
         raise OptimizerError(
@@ -373,7 +373,7 @@ def decode_into(
     """Write the values of a state in fewer bytes with its companion, stored or not. `parameter`: whose it is."""
     each = kind_of(companion_of(name), (name,)).elements
     value = divided_as(target, value)
-    companion = divided_as(target, companion, target.storage.share.shards.in_blocks(each))
+    companion = divided_as(target, companion, target.stored.share.shards.in_blocks(each))
     for part in filter(len, current_chunks(target, torch.float32.itemsize)):
         let_through()
         with ExitStack() as windows:

@@ -62,7 +62,7 @@ class OpenPieces(OpenWindows):
         super().__init__()
         try:
             for tensor, elements in pieces:
-                self._keep(open_window(tensor.storage, place, elements.start, len(elements)))
+                self._keep(open_window(tensor.stored, place, elements.start, len(elements)))
         except BaseException:
             self.close()
             raise
@@ -87,10 +87,10 @@ def update_in_chunks(
 
     Raises: StoreError; some elements are updated then, and others not.
     """
-    tiers = list({id(tiers): tiers for tiers in (tensor.storage.usable_tiers() for tensor in tensors)}.values())
-    moved = (t.dtype.itemsize for t in tensors if not t.storage.bytes.in_host_memory)
+    tiers = list({id(tiers): tiers for tiers in (tensor.stored.usable_tiers() for tensor in tensors)}.values())
+    moved = (t.dtype.itemsize for t in tensors if not t.stored.bytes.in_host_memory)
     bytes_per_element = max(moved, default=0)
-    elements = chunk_elements(min(tensor.storage.config.chunk for tensor in tensors), bytes_per_element, tiers)
+    elements = chunk_elements(min(tensor.stored.config.chunk for tensor in tensors), bytes_per_element, tiers)
 
     nbytes = elements * bytes_per_element
     # At the end of the room, whose beginning may have what is read for the step.
@@ -102,7 +102,7 @@ def update_in_chunks(
             return OpenPieces([(tensors[one.members.start], one.elements[0]) for one in slices], place)
 
     try:
-        members = [Member(tensor.storage.share.current) for tensor in tensors]
+        members = [Member(tensor.stored.share.current) for tensor in tensors]
         with closing(opened_ahead(enumerate(cut(members, elements)), open_pieces)) as opened:
             for chunk in opened:
                 with closing(chunk):
@@ -146,15 +146,15 @@ def _is_share(tensor: object) -> bool:
     """Whether this rank has the present values of some elements only."""
     if not isinstance(tensor, StoredTensor) or tensor.views:
         return False
-    return tensor.storage.share.in_shares
+    return tensor.stored.share.in_shares
 
 
 def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
     """The vector norms of all elements, on the tensors' device, in one collective for those of the same ranks."""
     totals = torch.stack([_part_of_norm(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
-    for ranks in dict.fromkeys(tensor.storage.share.ranks for tensor in tensors):
-        theirs = [number for number, tensor in enumerate(tensors) if tensor.storage.share.ranks is ranks]
+    for ranks in dict.fromkeys(tensor.stored.share.ranks for tensor in tensors):
+        theirs = [number for number, tensor in enumerate(tensors) if tensor.stored.share.ranks is ranks]
         numbers = totals[theirs]
         ranks.reduce_over_shards(numbers, "norms", reduce)
         totals[theirs] = numbers
@@ -206,7 +206,7 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     ordinary = [tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]
     if ordinary:
         operation(ordinary, *rest)
-    place = stored[0].storage.device  # that of the numbers, too
+    place = stored[0].stored.device  # that of the numbers, too
     update_in_chunks(stored, place, lambda pieces: operation(pieces, *rest))
     if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
         _agree_on_infinities(stored, rest[0])
@@ -215,10 +215,10 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
 
 def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor) -> None:
     """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
-    together = dict.fromkeys(gradient.storage.share.ranks for gradient in gradients)
+    together = dict.fromkeys(gradient.stored.share.ranks for gradient in gradients)
     for gradient in gradients:
         together |= dict.fromkeys(
-            tensor_ranks(gradient.storage.config, group) for group in gradient.storage.share.part_of
+            tensor_ranks(gradient.stored.config, group) for group in gradient.stored.share.part_of
         )
     for ranks in together:
         ranks.reduce_over_all(found, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
@@ -237,7 +237,7 @@ def _run_on_one(
         for piece in pieces:
             operation(piece, *rest)
 
-    update_in_chunks([tensor], tensor.storage.device, update)
+    update_in_chunks([tensor], tensor.stored.device, update)
     return tensor
 
 

@@ -59,10 +59,10 @@ class Resident:
         """`memory`: by name, the bytes of the stored states of `layout`; `master`: those of the master, if any."""
         self.parameter, self.place, self.value = states.parameter, states.place, value
         self.weights = value if master is None else master
-        self._states, self._bytes = states, states.parameter.storage.bytes
+        self._states, self._bytes = states, states.parameter.stored.bytes
         self.layout, self.entry, self._memory = layout, entry, memory
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
-        storage = self.parameter.storage
+        storage = self.parameter.stored
         self.written = (self.parameter, *storage.bytes.tokens)
         self.token = self.parameter.token  # another one where the parameter was converted
 
@@ -201,7 +201,7 @@ class ResidentGroup:
         self.is_complete = len(self._present) == len(self.residents)
         self._mastered = [one for one in self._present if one.has_master]
         self._layouts = {one.weights.dtype: one.layout for one in self._present}
-        self.tiers = {one.parameter.storage.tiers for one in self._present}
+        self.tiers = {one.parameter.stored.tiers for one in self._present}
         self._of_optimizer = shown
         self._together: list[Together] | None = None
         self.look()
@@ -236,10 +236,10 @@ class ResidentGroup:
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
     """The bytes of a stored tensor in its shape, where `place` computes, if they live there and are all it has."""
-    share = tensor.storage.share
+    share = tensor.stored.share
     if tensor.views or share.ranks.shards > 1 or share.unreduced:
         return None
-    memory = tensor.storage.bytes.in_memory_of(place)
+    memory = tensor.stored.bytes.in_memory_of(place)
     return None if memory is None else memory.view(tensor.shape)
 
 
@@ -349,7 +349,7 @@ def _find(
     """A parameter as the class may step it from now on, if all that its update needs is in memory."""
     if states is None or entry is None or states.rounded or (states.has_master and states.masters != (MASTER,)):
         return None
-    if states.place.in_host_memory and (states.bytes_written or parameter.storage.device.computes_apart):
+    if states.place.in_host_memory and (states.bytes_written or parameter.stored.device.computes_apart):
         return None  # it goes to the store, or is updated beside the device: see [Note: beside]
     value = _memory_of(parameter, states.place)
     at_once = group.get("fused") and not states.has_master
@@ -371,7 +371,7 @@ def _find(
 
 def _elements(parameter: StoredTensor, dtype: torch.dtype, place: Device) -> int:
     """Of parameters that are updated in one call, in `dtype`, where that makes temporary tensors as large as these."""
-    return AT_A_TIME if place is CPU else parameter.storage.config.chunk // dtype.itemsize
+    return AT_A_TIME if place is CPU else parameter.stored.config.chunk // dtype.itemsize
 
 
 def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torch.Tensor]]] | None:

@@ -330,7 +330,7 @@ def check_can_be_whole(
 ) -> None:
     """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do. `narrowed`: options
     that ask for other forms of what it keeps."""
-    shape, storage = tuple(parameter.shape), parameter.storage
+    shape, storage = tuple(parameter.shape), parameter.stored
     why = f"{kind.__qualname__} updates whole parameters"
     if parameter.whole is not parameter:
         raise OptimizerError(
@@ -443,7 +443,7 @@ class GroupLayouts:
 
 def check_room(parameter: StoredTensor, needed: int) -> None:
     """Raises: OptimizerError when the host arena can't have so many bytes for the update of a parameter at once."""
-    arena = parameter.storage.tiers.host
+    arena = parameter.stored.tiers.host
     if needed > arena.capacity:
         raise OptimizerError(
             f"a parameter of shape {tuple(parameter.shape)} is updated whole, which takes {at_least(needed)} of host "

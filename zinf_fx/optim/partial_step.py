@@ -79,9 +79,9 @@ def check_loaded(torn: TornStep | None, entry: Mapping[str, Any]) -> None:
     """Raises: OptimizerError where states were reserved, and nothing was ever written to one of those to load."""
     for name, value in entry.items() if isinstance(torn, ReservedStates) else ():
         mine = local_part(value)
-        if not isinstance(mine, StoredTensor) or mine.storage.bytes.version:
+        if not isinstance(mine, StoredTensor) or mine.stored.bytes.version:
             continue
-        share = mine.storage.share
+        share = mine.stored.share
         if any(share.own) if share.partitioned else mine.numel():  # this rank holds elements of it
             raise OptimizerError(
                 f"the state '{name}' of a parameter of shape {tuple(mine.shape)} has no values: it was reserved, and "

@@ -44,9 +44,9 @@ Arguments = tuple[tuple, dict[str, Any]]
 def _in_place(parameters: Sequence[StoredTensor]) -> bool:
     """Whether an optimizer's own code can work on these parameters: all that it touches is on the device."""
     return all(
-        p.storage.in_place
-        and p.storage.share.ranks.shards == 1
-        and {p.storage.placement.gradients, p.storage.placement.optimizer} == {"device"}
+        p.stored.in_place
+        and p.stored.share.ranks.shards == 1
+        and {p.stored.placement.gradients, p.stored.placement.optimizer} == {"device"}
         for p in parameters
     )
 
@@ -225,7 +225,7 @@ def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any])
     source, *value = args
     if source.views or any(v is not None for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")):
         return NotImplemented
-    result = StoredTensor.of(source.storage.for_state(), source.shape, source.device)
+    result = StoredTensor.of(source.stored.for_state(), source.shape, source.device)
     if operation is not aten.empty_like.default:
         fill(result, value[0] if value else 0)
     return result

@@ -143,7 +143,7 @@ class SliceStates:
         return rows
 
     def _row(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> Row:
-        gathers = self.kind.whole and tensors[0].storage.share.in_shares
+        gathers = self.kind.whole and tensors[0].stored.share.in_shares
         return GatheredRow(tensors[0]) if gathers else StoredRow(tensors, elements)
 
     @cached_property
@@ -168,7 +168,7 @@ class SliceStates:
         """Open the windows of weights and states. Raises: StoreError; no window is open then."""
         for states in self.members:
             for tensor in (states.parameter, *states.tensors.values()):
-                tensor.storage.settled()
+                tensor.stored.settled()
         return OpenWhole(self) if self.kind.whole else OpenSlice(self)
 
 
@@ -176,7 +176,7 @@ class StoredRow:
     """The elements of a slice in one array. It doesn't hold the tensors: space of gradients is free without them."""
 
     def __init__(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> None:
-        storages = [tensor.storage for tensor in tensors]
+        storages = [tensor.stored for tensor in tensors]
         several = [storage.bytes for storage in storages]
         self._held = several[0] if len(several) == 1 else side_by_side(several)
         firsts = [
@@ -243,12 +243,12 @@ class GatheredWindow:
     def wait(self) -> torch.Tensor:
         """All elements, 1-D."""
         if self._value is None:
-            self._value = self._tensor.storage.value().to(self._place.torch_device)
+            self._value = self._tensor.stored.value().to(self._place.torch_device)
         return self._value
 
     def store(self) -> None:
         """Write this rank's shard."""
-        self._tensor.storage.set(self.wait())
+        self._tensor.stored.set(self.wait())
 
     def close(self) -> None:
         """Drop the value."""
@@ -285,7 +285,7 @@ class OpenSlice(OpenWindows):
         """Open the gradients, which are final. Raises: StoreError."""
         row = self.states.gradient_row
         for states in self.states.members if row is not None else ():
-            states.gradient.storage.settled()
+            states.gradient.stored.settled()
         self._gradient = None if row is None else self._open(row, True)
 
     @property

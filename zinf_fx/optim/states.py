@@ -76,7 +76,7 @@ def check_gradient(parameter: StoredTensor) -> None:
 
 def place_of(parameter: StoredTensor) -> Device:
     """What updates a parameter: its device where the states live there, else the CPU (ZeRO-Offload)."""
-    storage = parameter.storage
+    storage = parameter.stored
     return storage.device if storage.placement.optimizer == "device" else CPU
 
 
@@ -156,7 +156,7 @@ class ParameterStates:
 
     def look_for_writes(self, present: Collection[str]) -> None:
         """Find out whether this step has to `refresh` the master. `present`: the names of the states with values."""
-        version = self.parameter.storage.bytes.version
+        version = self.parameter.stored.bytes.version
         self.refresh = self.version != version or not set(self.masters).issubset(present)
         if self._joined_with not in (None, version):
             log.warning(
@@ -170,48 +170,48 @@ class ParameterStates:
     @property
     def in_shares(self) -> bool:
         """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
-        return self.parameter.storage.share.ranks.shards > 1
+        return self.parameter.stored.share.ranks.shards > 1
 
     @property
     def touched(self) -> list[int]:
         """Keys of the storages that the update reads and writes."""
-        gradient = [self.gradient.storage.key] if isinstance(self.gradient, StoredTensor) else []
-        return [self.parameter.storage.key, *gradient, *self._keys]
+        gradient = [self.gradient.stored.key] if isinstance(self.gradient, StoredTensor) else []
+        return [self.parameter.stored.key, *gradient, *self._keys]
 
     @cached_property
     def _keys(self) -> list[int]:
         """Those of the states."""
-        return [tensor.storage.key for tensor in self.tensors.values()]
+        return [tensor.stored.key for tensor in self.tensors.values()]
 
     @property
     def allocations(self) -> list[Allocation]:
         """Where the parameter and its states live."""
-        return [self.parameter.storage.bytes.allocation, *self._allocations]
+        return [self.parameter.stored.bytes.allocation, *self._allocations]
 
     @cached_property
     def _allocations(self) -> list[Allocation]:
         """Those of the states."""
-        return [tensor.storage.bytes.allocation for tensor in self.tensors.values()]
+        return [tensor.stored.bytes.allocation for tensor in self.tensors.values()]
 
     def flush(self) -> None:
         """Wait until the parameter and its states are in the store. Raises: StoreError."""
         for tensor in (self.parameter, *self.tensors.values()):
-            tensor.storage.bytes.flush()
+            tensor.stored.bytes.flush()
 
     def follow(self, other: ParameterStates) -> bool:
         """Whether all that is updated lives behind that of `other`."""
-        if self._behind is None or self._behind[0] is not other or self._behind[1] != self.parameter.storage.key:
+        if self._behind is None or self._behind[0] is not other or self._behind[1] != self.parameter.stored.key:
             joined = (
                 self.tensors.keys() == other.tensors.keys()
                 and follows(self.parameter, other.parameter)
                 and all(follows(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
             )
-            self._behind = other, self.parameter.storage.key, joined
+            self._behind = other, self.parameter.stored.key, joined
         if not self._behind[2]:
             return False
         if not (isinstance(self.gradient, StoredTensor) and isinstance(other.gradient, StoredTensor)):
             return isinstance(self.gradient, StoredTensor) == isinstance(other.gradient, StoredTensor)
-        keys = self.gradient.storage.key, other.gradient.storage.key
+        keys = self.gradient.stored.key, other.gradient.stored.key
         if self.gradient.views or other.gradient.views or self._gradient_behind[0] != keys:
             self._gradient_behind = keys, follows(self.gradient, other.gradient)
         return self._gradient_behind[1]
@@ -280,7 +280,7 @@ class ParameterStates:
     def bytes_opened(self) -> int:
         """Bytes of windows for the update of an element."""
         gradient = self.gradient
-        streams = isinstance(gradient, StoredTensor) and not gradient.storage.bytes.in_host_memory
+        streams = isinstance(gradient, StoredTensor) and not gradient.stored.bytes.in_host_memory
         return self.bytes_written + (gradient.dtype.itemsize if streams else 0)
 
     @cached_property
@@ -288,7 +288,7 @@ class ParameterStates:
         """Bytes per element that an update writes to the store."""
         states = (tensor for name, tensor in self.tensors.items() if kind_of(name, self.tensors) is None)
         tensors = (self.parameter, *states)
-        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.storage.bytes.in_host_memory)
+        return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.stored.bytes.in_host_memory)
 
     def states_nbytes(self, elements: range) -> int:
         """Bytes of the states of some elements of the parameter, masters among them."""
@@ -302,9 +302,9 @@ class ParameterStates:
         Raises: StoreError when there is no space, OptimizerError when the parameter's dtype became another one in which
         the states don't fit, or its shape another one.
         """
-        if self._reserved is not None and self._reserved == (layout, dtype, self.parameter.storage.key):
+        if self._reserved is not None and self._reserved == (layout, dtype, self.parameter.stored.key):
             return
-        share = self.parameter.storage.share
+        share = self.parameter.stored.share
         self.updated = share.own if self.in_shares else (range(self.parameter.numel()),)
         self.count = sum(map(len, self.updated))
         if dtype != self.dtype:
@@ -329,15 +329,15 @@ class ParameterStates:
         if layout.whole:
             self._check_room()
         else:
-            gradient = self.parameter.storage.gradient  # which plans look at
+            gradient = self.parameter.stored.gradient  # which plans look at
             gradient.state_dtype = layout.form
             gradient.master_dtype = layout.master_form(self.parameter.dtype, self.dtype)
-            self._reserved = layout, dtype, self.parameter.storage.key
+            self._reserved = layout, dtype, self.parameter.stored.key
 
     def _check_room(self) -> None:
         """Raises: OptimizerError when the host arena can't have the parameter, its gradient and its states at once."""
         tensors = (self.parameter, self.parameter.grad, *self.tensors.values())
-        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.storage.bytes.in_host_memory]
+        streamed = [t for t in tensors if isinstance(t, StoredTensor) and not t.stored.bytes.in_host_memory]
         check_room(self.parameter, sum(tensor.nbytes for tensor in streamed))
 
     def take_over_shown(self, entry: State) -> frozenset[str]:
@@ -377,7 +377,7 @@ class ParameterStates:
         elif not alike and has_companion(value):
             decode_into(name, mine, value, companion, self.parameter)
             if name == MASTER:
-                self._joined_with = self.parameter.storage.bytes.version
+                self._joined_with = self.parameter.stored.bytes.version
         else:
             copy_into(mine, value)
         return mine
@@ -387,11 +387,11 @@ class ParameterStates:
         mine = self.tensors.get(name)
         if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
             self._reserve(name, value.dtype, value.shape)
-        self.tensors[name].storage.set(value)
+        self.tensors[name].stored.set(value)
 
     def _reserve(self, name: str, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
         """`shape`: if it isn't the parameter's."""
-        parameter, storage = self.parameter, self.parameter.storage
+        parameter, storage = self.parameter, self.parameter.stored
         space = self._spaces.pop(name, None)
         kind = kind_of(name, self.tensors)
         if kind is not None:
@@ -419,21 +419,21 @@ class ParameterStates:
 def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Parameters that live side by side together, and each such group, in the order in which they were made."""
     allocations: dict[Allocation, list[StoredTensor]] = {}
-    for parameter in sorted(parameters, key=lambda one: one.storage.key):
-        allocations.setdefault(parameter.storage.bytes.allocation, []).append(parameter)
+    for parameter in sorted(parameters, key=lambda one: one.stored.key):
+        allocations.setdefault(parameter.stored.bytes.allocation, []).append(parameter)
     return list(allocations.values())
 
 
 def follows(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether the first tensor lives right behind the second."""
-    return not (one.views or other.views) and one.storage.bytes.follows(other.storage.bytes)
+    return not (one.views or other.views) and one.stored.bytes.follows(other.stored.bytes)
 
 
 def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
     """Whether `value` has the same elements in the same places."""
     if not isinstance(value, StoredTensor) or value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
         return False
-    return value.storage.share.shards == mine.storage.share.shards
+    return value.stored.share.shards == mine.stored.share.shards
 
 
 class KeptStates:
@@ -470,7 +470,7 @@ class KeptStates:
 
     def _make_room(self, together: Sequence[tuple[StoredTensor, StateLayout]]) -> None:
         first, layout = together[0]
-        storages = [parameter.storage for parameter, _ in together]
+        storages = [parameter.stored for parameter, _ in together]
         dtype = self.dtype(first)
         names = {**layout.of_master(first.dtype, dtype), **layout.tensors}
         kinds = {name: kind_of(name, names) for name in names}
@@ -513,7 +513,7 @@ class KeptStates:
             states = self.reserve(parameter, layout, shown)
             states.version = None
             shown[parameter.whole].update(states.load(entry, layout))
-        for tiers in {parameter.storage.tiers for parameter in entries}:
+        for tiers in {parameter.stored.tiers for parameter in entries}:
             tiers.drain()
 
 

@@ -33,7 +33,7 @@ def bytes_in_memory(gradient: torch.Tensor) -> int:
     """What a consumed gradient takes of host memory, or kept there as it was computed, until its update."""
     if not isinstance(gradient, StoredTensor):
         return gradient.nbytes
-    return gradient.storage.bytes.nbytes if gradient.storage.tier == "host" else 0
+    return gradient.stored.bytes.nbytes if gradient.stored.tier == "host" else 0
 
 
 class StreamedStep:
@@ -99,7 +99,7 @@ class StreamedStep:
         announce_writes(batch.bytes)
         self._overlaps &= owned or batch.streams_gradients
         for group, states in batch.in_shares:
-            share = states.parameter.storage.share
+            share = states.parameter.stored.share
             share.stale |= not (share.partitioned or group.kind.whole)
             self._overlaps &= not group.kind.whole  # what is collective has its turn
         self._progress.pending |= batch.touched

@@ -48,7 +48,7 @@ def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
 
     Raises: OptimizerError when another living optimizer does.
     """
-    state = parameter.storage.gradient
+    state = parameter.stored.gradient
     if state.consumer not in (None, consumer):
         raise OptimizerError(
             f"two optimizers with step_in_backward=True have one parameter of shape {tuple(parameter.shape)}: its "
@@ -80,7 +80,7 @@ def second_gradient(parameter: StoredTensor) -> OptimizerError:
 
 def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """What stands for a consumed gradient: any access to its values raises."""
-    storage = parameter.storage
+    storage = parameter.stored
     why = _GONE.format(tuple(parameter.shape))
     nothing = AbstractStorage(storage.placement.gradients, storage.config, storage.numel, gradient.dtype, why)
     return StoredTensor.of(nothing, parameter.shape, parameter.device)

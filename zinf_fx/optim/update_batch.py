@@ -59,7 +59,7 @@ class UpdateBatch:
         self.states = [states for _, states in updates]
         self.parameters = {states.parameter: states for states in self.states}
         self.wholes = [states.parameter.whole for states in self.states]
-        storages = [states.parameter.storage for states in self.states]
+        storages = [states.parameter.stored for states in self.states]
         self.bytes = [storage.bytes for storage in storages]
         self.tiers = list(dict.fromkeys(storage.tiers for storage in storages))
         self.touched = frozenset(chain.from_iterable(states.touched for states in self.states))
@@ -83,7 +83,7 @@ class UpdateBatch:
     @cached_property
     def chunk_bytes(self) -> int:
         """Of the fp32 weights of a chunk, as configured."""
-        return min(states.parameter.storage.config.chunk for states in self.states)
+        return min(states.parameter.stored.config.chunk for states in self.states)
 
     @cached_property
     def bytes_per_element(self) -> Bytes:
@@ -104,7 +104,7 @@ class UpdateBatch:
     def apart(self) -> Device | None:
         """The device that computes with all of the parameters, where it does so apart from the CPU, which updates
         them."""
-        devices = {states.parameter.storage.device for states in self.states}
+        devices = {states.parameter.stored.device for states in self.states}
         if len(devices) > 1 or any(states.place is not CPU for states in self.states):
             return None
         (device,) = devices
@@ -146,13 +146,13 @@ class UpdateBatch:
                 wholes = [(update, range(update.states.parameter.numel())) for update in members]
                 for update, whole in wholes:
                     chunk = Chunk([SliceStates([update], [whole], is_last=True)])
-                    chunks.append((update.states.parameter.storage.key, chunk))
+                    chunks.append((update.states.parameter.stored.key, chunk))
                 continue
             place = 0
             follows = [False, *(update.joins(before) for before, update in pairwise(members))]
             sizes = [Member(update.states.updated, joins) for update, joins in zip(members, follows, strict=True)]
             for slices in cut(sizes, elements, AT_A_TIME):
-                place = max(place, members[slices[0].members.start].states.parameter.storage.key)
+                place = max(place, members[slices[0].members.start].states.parameter.stored.key)
                 updated = [
                     SliceStates(members[piece.members.start : piece.members.stop], piece.elements, piece.is_last)
                     for piece in slices
@@ -192,7 +192,7 @@ class RecurringUpdates:
         self._states, self._mastered = states, [updated for updated in states if updated.has_master]
         self._tokens = [parameter.token for parameter in self._parameters]
         self._spaces = [
-            updated.gradient.storage.key for updated in states
+            updated.gradient.stored.key for updated in states
         ]  # by key: who holds a space keeps it from reuse
         self._entries = [shown[parameter] for parameter in self._parameters]
         self._shown = values_of(self._entries)
@@ -227,7 +227,7 @@ class RecurringUpdates:
         if any(type(gradient) is not StoredTensor or gradient.views for gradient in gradients):
             return False
         same = (
-            [gradient.storage.key for gradient in gradients] == self._spaces
+            [gradient.stored.key for gradient in gradients] == self._spaces
             and same_objects([parameter.token for parameter in self._parameters], self._tokens)
             and same_objects([shown.get(parameter) for parameter in self._parameters], self._entries)
             and same_objects(values_of(self._entries), self._shown)

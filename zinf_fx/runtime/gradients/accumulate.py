@@ -54,13 +54,13 @@ Gradient = torch.Tensor | ReducedGradient
 def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
     """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
     `reduced` over them."""
-    if parameter.storage.has_plain_gradient:
+    if parameter.stored.has_plain_gradient:
         return plain_gradient(parameter, dtype)
     return _new_stored(parameter, dtype, reduced=reduced)
 
 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
-    if not reduced and parameter.storage.share.ranks.size > 1:
+    if not reduced and parameter.stored.share.ranks.size > 1:
         return local_gradient(parameter, dtype)
     (gradient,) = stored_gradients([parameter], dtype)
     return gradient
@@ -85,7 +85,7 @@ def start_reduction(
     if not reduced:
         return arriving, None
     sums = [_with(before[number], gradients[number], start) for number in reduced]
-    reduction = Reduction([parameter.storage for parameter in reduced.values()], sums, name, start)
+    reduction = Reduction([parameter.stored for parameter in reduced.values()], sums, name, start)
     for number, gradient in zip(reduced, reduction.gradients, strict=True):
         arriving[number] = gradient
     return arriving, reduction
@@ -95,7 +95,7 @@ def _with(before: StoredTensor | None, gradient: torch.Tensor, start: int) -> to
     """The sum of a gradient, which is of the elements from `start` on, and what was accumulated before it."""
     if before is None:
         return gradient
-    window = before.storage.settled().device_window(start, gradient.numel()).read_only()
+    window = before.stored.settled().device_window(start, gradient.numel()).read_only()
     try:
         return gradient + window.wait().view(gradient.shape)
     finally:
@@ -117,9 +117,9 @@ def accumulate(
     `offsets`: where in the host arena's region each passes through on its way to NVMe. `start`: of a lone parameter
     that has a `grad`, the element from which on its gradient is a part; `first`: whether the part has no values yet.
     """
-    if start is None and parameters[0].storage.has_plain_gradient:
+    if start is None and parameters[0].stored.has_plain_gradient:
         values = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]  # one rank reduces nothing
-        with _noted(parameters[0].storage, sum([value.nbytes for value in values])):
+        with _noted(parameters[0].stored, sum([value.nbytes for value in values])):
             _accumulate_plain(parameters, values)
         return
     if offsets is None:
@@ -133,12 +133,12 @@ def accumulate(
 def _accumulate_run(parameters: Sequence[StoredTensor], gradients: Sequence[Gradient], offset: int | None) -> bool:
     """Accumulate gradients in one transfer. Returns whether that can be: those that are there, or are to be made, live
     side by side, and this rank gets all that it has of them."""
-    storage = parameters[0].storage
+    storage = parameters[0].stored
     if storage.share.ranks.size > 1:
         reduced = [gradient for gradient in gradients if isinstance(gradient, ReducedGradient)]
         if len(reduced) < len(gradients) or not (reduced[0].whole or storage.placement.stage >= 2):
             return False
-    order = sorted(range(len(parameters)), key=lambda number: parameters[number].storage.key)
+    order = sorted(range(len(parameters)), key=lambda number: parameters[number].stored.key)
     parameters = [parameters[number] for number in order]
     values = [_value(gradients[number]) for number in order]
     new = all(parameter.grad is None for parameter in parameters)
@@ -152,7 +152,7 @@ def _accumulate_run(parameters: Sequence[StoredTensor], gradients: Sequence[Grad
     if run is None:
         return False
     for gradient in present if not new else ():
-        gradient.storage.settled()
+        gradient.stored.settled()
     window = run.bytes.device_window(load=not new, offset=offset)
     try:
         parts = run.cut.of(window.wait(), storage.tiers.host)
@@ -175,20 +175,20 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
     segments = gradient.segments if is_reduced else ()
     if present is None:
         new = _new_stored(parameter, value.dtype, reduced=is_reduced)
-        if segments and not new.storage.share.partitioned:
-            _add_share(new.storage, segments, value, True, offset)
+        if segments and not new.stored.share.partitioned:
+            _add_share(new.stored, segments, value, True, offset)
         elif segments:
-            new.storage.settled().set(value, offset)
+            new.stored.settled().set(value, offset)
         else:
-            new.storage.set(value, None if new.storage.share.unreduced else offset)
+            new.stored.set(value, None if new.stored.share.unreduced else offset)
         parameter.grad = new
     elif segments:
         _add_share(_storage_of_shares(parameter), segments, value, first, offset)
     elif (stored := stored_gradient(parameter)) is not None:
-        _add_elements(stored.storage, start, value, first, offset)
+        _add_elements(stored.stored, start, value, first, offset)
     else:
         part = present if present.shape == value.shape else present.view(-1)[start : start + value.numel()]
-        with _noted(parameter.storage, value.nbytes):
+        with _noted(parameter.stored, value.nbytes):
             value = value.reshape(part.shape)
             part.copy_(value) if first else part.add_(value)
 
@@ -204,7 +204,7 @@ def _accumulate_plain(parameters: Sequence[StoredTensor], gradients: Sequence[to
         if (present := parameter.grad) is not None:
             present.add_(gradient)
             continue
-        storage = parameter.storage
+        storage = parameter.stored
         if storage.config.placement.gradients == "device":  # pyright: ignore[reportAttributeAccessIssue]  (decided)
             parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
         else:
@@ -235,7 +235,7 @@ def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
             f"the `grad` of a stored parameter of shape {tuple(parameter.shape)} was set to a tensor that this "
             "rank's share of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
         )
-    return gradient.storage
+    return gradient.stored
 
 
 def _add_share(
@@ -278,14 +278,14 @@ class Addends:
 def addends_of(parameters: Sequence[StoredTensor], start: int, count: int) -> Addends | None:
     """What `accumulate` will add the gradients of these parameters to in one transfer, or of a lone one `count`
     elements from `start` on; None: nothing is there, or it can't be said yet."""
-    in_order = sorted(parameters, key=lambda parameter: parameter.storage.key)
+    in_order = sorted(parameters, key=lambda parameter: parameter.stored.key)
     gradients = [gradient for one in in_order if (gradient := stored_gradient(one)) is not None]
     if len(gradients) < len(parameters):
         return None
     if len(gradients) > 1:
         run = run_of(gradients)
         return None if run is None else Addends(run.bytes, 0, run.bytes.count)
-    storage, share = gradients[0].storage, parameters[0].storage.share
+    storage, share = gradients[0].stored, parameters[0].stored.share
     if share.ranks.shards == 1 or storage.share.unreduced:
         return Addends(storage.bytes, start, count)
     if not storage.share.partitioned:
@@ -300,7 +300,7 @@ def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     name = f"a parameter of shape {tuple(parameter.shape)}"
     with local_taken(parameter) as before:
         if is_reduced_now(parameter):  # ranks may have called other parts of the model
-            parameter.storage.share.ranks.meet(f"the reduction of the gradient of {parameter.storage.name}")
+            parameter.stored.share.ranks.meet(f"the reduction of the gradient of {parameter.stored.name}")
         arriving, _ = start_reduction([parameter], [gradient], name, [before])
         accumulate([parameter], arriving)
 
@@ -308,7 +308,7 @@ def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
 def _arrived(parameter: torch.Tensor) -> None:
     """Hook: move what eager autograd left in the parameter's `grad` to the tier of gradients, unless it is there."""
     assert isinstance(parameter, StoredTensor), "nothing else has this hook"
-    storage = parameter.storage
+    storage = parameter.stored
     state = state_of(parameter.grad, storage)
     if state is GradientState.RECORDED:
         check_may_have_graph(parameter)
@@ -321,7 +321,7 @@ def _arrived(parameter: torch.Tensor) -> None:
 @held_back
 def _settle(parameter: StoredTensor, state: GradientState) -> None:
     """Move an ordinary gradient to its tier, and tell who consumes it; reduce a local one, to which autograd added."""
-    gradient, storage = parameter.grad, parameter.storage
+    gradient, storage = parameter.grad, parameter.stored
     if gradient is None or gradient.layout != torch.strided:
         return
     with RUNNING.turn():
@@ -348,20 +348,16 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     """
     present, gradient = args[:2]
     leaf = accumulated_leaf() if isinstance(present, StoredTensor) else None
-    if leaf is None or present.storage.share.ranks.size == 1 or state_of(present) is not GradientState.STORED:
+    if leaf is None or present.stored.share.ranks.size == 1 or state_of(present) is not GradientState.STORED:
         return NotImplemented
     parameter = stored_parameter(leaf)
-    if (
-        parameter is None
-        or not isinstance(parameter.grad, StoredTensor)
-        or parameter.grad.storage is not present.storage
-    ):
+    if parameter is None or not isinstance(parameter.grad, StoredTensor) or parameter.grad.stored is not present.stored:
         return NotImplemented
     if operation._schema.is_mutable:
         with RUNNING.turn():
             add_gradient(parameter, gradient)
         return present
-    parameter.storage.gradient.replaced = parameter.grad
+    parameter.stored.gradient.replaced = parameter.grad
     return gradient.clone()
 
 

@@ -301,7 +301,7 @@ class BackwardGradients:
         if any(parameter.grad is not None for parameter in parameters):
             return  # they have it
         whole = planned.gradient_nbytes_at_once(self._plan.stage) if planned.rows is None else parameters[0].nbytes
-        for consumer in _consumers(parameter.storage for parameter in parameters):
+        for consumer in _consumers(parameter.stored for parameter in parameters):
             consumer.make_room(whole)
 
     def _limit_writes(self, storage: StoredTile, tile: int) -> None:
@@ -315,7 +315,7 @@ class BackwardGradients:
         tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
         if not PendingGradient.any_followed or isinstance(gradient, ReducedGradient):
             return False
-        storage = parameter.storage
+        storage = parameter.stored
         pending = storage.gradient
         if storage.share.ranks.size > 1 or pending.consumer is None or not storage.device.in_host_memory:
             return False

@@ -66,7 +66,7 @@ class GradientBuffer:
 
     def __init__(self, parameters: Sequence[StoredTensor], dtype: torch.dtype | None = None) -> None:
         """Raises: StoreError when there is no room."""
-        storages = [parameter.storage for parameter in parameters]
+        storages = [parameter.stored for parameter in parameters]
         self._storages = TensorStorage.gradients_side_by_side(storages, dtype)
         first = self._storages[0]
         self.dtype, self._allocation = first.dtype, first.bytes.allocation
@@ -84,7 +84,7 @@ class GradientBuffer:
     def keep(self, parameters: Sequence[StoredTensor]) -> None:
         """Let later gradients of these parameters, whose buffer this is, find it."""
         for parameter in parameters:
-            parameter.storage.gradient.buffers[self._keys] = self
+            parameter.stored.gradient.buffers[self._keys] = self
 
     def members_of(self, keys: tuple[int, ...]) -> range | None:
         """Which places are for the gradients of the parameters with these keys; None: they aren't consecutive."""
@@ -112,7 +112,7 @@ class GradientBuffer:
 
     def has(self, gradient: StoredTensor, member: int) -> bool:
         """Whether a gradient is in a place of this buffer."""
-        return member < len(self._storages) and self._storages[member] is gradient.storage
+        return member < len(self._storages) and self._storages[member] is gradient.stored
 
     def run(self, members: range) -> GradientRun:
         """These places as one."""
@@ -148,22 +148,22 @@ def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
     Raises: StoreError when there is none, now and not in the first backward pass.
     """
     first = parameters[0]
-    if first.requires_grad and first.grad is None and first.storage.placement.gradients == "nvme":
+    if first.requires_grad and first.grad is None and first.stored.placement.gradients == "nvme":
         GradientBuffer(parameters).keep(parameters)
 
 
 def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> list[StoredTensor]:
     """Gradients without values yet, on the tier of gradients, for parameters in the order in which these were made: all
     in one buffer, unless some places on NVMe are taken."""
-    keys = tuple(parameter.storage.key for parameter in parameters)
-    for buffer in parameters[0].storage.gradient.buffers.values():
+    keys = tuple(parameter.stored.key for parameter in parameters)
+    for buffer in parameters[0].stored.gradient.buffers.values():
         members = buffer.members_of(keys) if buffer.dtype == dtype else None
         if members is not None and (gradients := buffer.acquire(members)) is not None:
             return gradients
-    if len(parameters) > 1 and parameters[0].storage.placement.gradients == "nvme":
+    if len(parameters) > 1 and parameters[0].stored.placement.gradients == "nvme":
         return [gradient for parameter in parameters for gradient in stored_gradients([parameter], dtype)]
     buffer = GradientBuffer(parameters, dtype)
-    if buffer.is_kept and parameters[0].storage.placement.gradients == "host":
+    if buffer.is_kept and parameters[0].stored.placement.gradients == "host":
         buffer.keep(parameters)
     gradients = buffer.acquire(range(len(parameters)))
     assert gradients is not None, "nobody has a place of a new buffer"
@@ -172,8 +172,8 @@ def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> 
 
 def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     """A gradient of this rank alone, without values yet: whole, whatever ZeRO's stage is."""
-    storage = parameter.storage.like(parameter.storage.placement.gradients, dtype)
-    storage.share.unreduced = parameter.storage.share.ranks.size > 1
+    storage = parameter.stored.like(parameter.stored.placement.gradients, dtype)
+    storage.share.unreduced = parameter.stored.share.ranks.size > 1
     return StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
@@ -182,7 +182,7 @@ def plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
 
     Raises: StoreError when the host arena has no room.
     """
-    storage = parameter.storage
+    storage = parameter.stored
     if storage.placement.gradients == "device":
         return torch.empty(parameter.shape, dtype=dtype, device=storage.device.torch_device)
     (made,) = plain_gradients(storage.tiers, [(parameter.shape, dtype)])

@@ -41,9 +41,9 @@ def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None
     if gradient is None:
         return GradientState.NONE
     if isinstance(gradient, StoredTensor):
-        if isinstance(gradient.storage, AbstractStorage):
+        if isinstance(gradient.stored, AbstractStorage):
             return GradientState.CONSUMED
-        return GradientState.LOCAL if gradient.storage.share.unreduced else GradientState.STORED
+        return GradientState.LOCAL if gradient.stored.share.unreduced else GradientState.STORED
     if gradient.requires_grad:
         return GradientState.RECORDED
     if storage is not None and storage.has_plain_gradient and _lies_on_tier(gradient, storage):
@@ -66,7 +66,7 @@ def stored_gradient(parameter: StoredTensor) -> StoredTensor | None:
 
 def is_reduced_now(parameter: StoredTensor) -> bool:
     """Whether a gradient that arrives now is reduced over the ranks at once."""
-    share = parameter.storage.share
+    share = parameter.stored.share
     if share.ranks.size == 1:
         return False
     return synchronises(share) or state_of(parameter.grad) not in (GradientState.NONE, GradientState.LOCAL)
@@ -77,7 +77,7 @@ def take_local(parameter: StoredTensor) -> StoredTensor | None:
     gradient = parameter.grad
     if not isinstance(gradient, StoredTensor) or state_of(gradient) is not GradientState.LOCAL:
         return None
-    if not synchronises(parameter.storage.share):
+    if not synchronises(parameter.stored.share):
         return None
     parameter.grad = None
     return gradient
@@ -102,7 +102,7 @@ def local_taken(parameter: StoredTensor) -> Iterator[StoredTensor | None]:
 
 def check_may_have_graph(parameter: StoredTensor) -> None:
     """Raises: StoredTensorError where a gradient has to be reduced or consumed now, and can't stay RECORDED."""
-    storage = parameter.storage
+    storage = parameter.stored
     alone = storage.share.ranks.size == 1
     if alone and storage.gradient.consumer is None:
         return

@@ -61,27 +61,27 @@ class Checkpointable:
 
     def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
         """One for each box that this rank is to save."""
-        share = self.storage.share
+        share = self.stored.share
         if share.unreduced:
             raise StoredTensorError(
                 f"'{name}' is a gradient of this rank alone, which no other rank knows: save after a backward pass "
                 "outside of no_sync()"
             )
-        pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.storage))]
+        pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
         boxes = [box for piece in pieces for box in self._whole.boxes_of(piece)]
         self._note(boxes if self.numel() else [self._whole])
         return write_items(name, self, self.__dict__["_boxes"].values())
 
     def _chunk_list(self) -> list[ChunkStorageMetadata]:
         """One for each box that this rank is to load."""
-        share = self.storage.share
+        share = self.stored.share
         held = share.own if share.partitioned else (range(self.numel()),)
         self._note([box for part in held for box in self._whole.boxes_of(part)])
         return chunk_list(self.__dict__["_boxes"].values())
 
     def _box_at(self, index: MetadataIndex) -> torch.Tensor:
         """The box, of those that were listed last, that begins there."""
-        return StoredBox(self.storage, self._whole, self.__dict__["_boxes"][tuple(index.offset)])
+        return StoredBox(self.stored, self._whole, self.__dict__["_boxes"][tuple(index.offset)])
 
     def _note(self, boxes: list[Box]) -> None:
         self.__dict__["_boxes"] = {box.offsets: box for box in boxes}

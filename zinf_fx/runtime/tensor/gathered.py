@@ -45,7 +45,7 @@ def gathered(
 def _identity(tensor: torch.Tensor) -> tuple[int, tuple] | None:
     """Of a tensor that is stored, or whose local tensor is: which storage, and which view of it."""
     local = local_part(tensor)
-    return (local.storage.key, local.views) if isinstance(local, StoredTensor) else None
+    return (local.stored.key, local.views) if isinstance(local, StoredTensor) else None
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ class LocalParameter(StoredTensor):
     @classmethod
     def of_whole(cls, whole: DTensor, local: StoredTensor) -> LocalParameter:
         """For the DTensor `whole`, whose local tensor is `local` from now on."""
-        parameter = cls(local.token, local.base, storage=local.storage, requires_grad=whole.requires_grad)
+        parameter = cls(local.token, local.base, storage=local.stored, requires_grad=whole.requires_grad)
         parameter._whole = weakref.ref(whole)
         local.parameter = as_parameter(parameter)
         whole._local_tensor = local
@@ -141,7 +141,7 @@ class LocalParameter(StoredTensor):
             self._whole = weakref.ref(whole)
         if self.token is not local.token:
             with torch.inference_mode(False):
-                take_implementation(self, LocalParameter(local.token, local.base, storage=local.storage))
+                take_implementation(self, LocalParameter(local.token, local.base, storage=local.stored))
 
     @property
     def grad(self) -> torch.Tensor | None:

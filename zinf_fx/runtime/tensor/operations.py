@@ -133,7 +133,7 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
     packed: dict[int, torch.Tensor] = {}  # likewise: the bytes of quantised ones, unless all of them are replaced
     values: dict[int, torch.Tensor] = {}  # by tensor
     for tensor in mutated:
-        storage = tensor.storage
+        storage = tensor.stored
         quantised = Quantised.of(tensor.views)
         if storage.key not in bases:
             if quantises_all and quantised is not None and len(tensor.views) == 1:
@@ -160,7 +160,7 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
         if values[id(tensor)].shape != tensor.shape:
             raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
     for tensor in mutated:
-        storage = tensor.storage
+        storage = tensor.stored
         storage.share.agreed = storage.share.ranks.size == 1
         base, quantised = bases.pop(storage.key, None), Quantised.of(tensor.views)
         if base is not None and quantised is not None:

@@ -84,7 +84,7 @@ class Form(NamedTuple):
 
 def bytes_of(tensor: Stored) -> Stored:
     """The matrix of bytes of a quantised stored tensor, as a stored tensor."""
-    return type(tensor)(tensor.token, tensor.base, storage=tensor.storage)
+    return type(tensor)(tensor.token, tensor.base, storage=tensor.stored)
 
 
 def quantised_bytes(value: torch.Tensor, name: str, over: torch.Tensor | None = None) -> torch.Tensor:

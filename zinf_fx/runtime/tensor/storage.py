@@ -345,10 +345,6 @@ class TensorStorage:
             return None
         return self._snapshot[0]()
 
-    def __call__(self) -> TensorStorage:
-        """This. So `tensor.storage().data_ptr()` is for a stored tensor what it is for any: see `data_ptr`."""
-        return self
-
     def __deepcopy__(self, memo: dict) -> TensorStorage:
         """This: who copies a tensor with all its attributes, as async_save does, has the bytes themselves elsewhere."""
         return self

@@ -147,7 +147,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
     # -- for users ---------------------------------------------------------------------------------------------------
 
     @property
-    def storage(self) -> TensorStorage:
+    def stored(self) -> TensorStorage:
         """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
         if self._storage is None:
             self._storage = storage = TensorStorage.of_token(self.token)
@@ -158,12 +158,12 @@ class StoredTensor(Checkpointable, torch.Tensor):
         """The full value as an ordinary tensor that the caller owns."""
         with torch.no_grad():
             value = self.gathered()
-            return value.clone() if self.storage.in_place else value
+            return value.clone() if self.stored.in_place else value
 
     def to_local(self) -> torch.Tensor:
         """This rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned; else the
         full value."""
-        storage = self.storage
+        storage = self.stored
         if not storage.share.partitioned:
             return self.full_tensor()
         if self.views:
@@ -196,7 +196,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
         value's is gone before that begins: its bytes are sent.
         """
-        storage = self.storage
+        storage = self.stored
         if storage.spills and len(self.views) <= (self.quantised is not None):  # torch.save keeps all until the last
             whole = spilled(self.gathered().view(-1), storage.config.stores[0]) if self.views else storage.spilled()
             value = whole.view(self.shape)
@@ -225,9 +225,9 @@ class StoredTensor(Checkpointable, torch.Tensor):
         if isinstance(value, StoredTensor):
             if value.token is self.token and value.views == self.views:
                 return
-            if value.storage.label is not None:
+            if value.stored.label is not None:
                 raise StoredTensorError(
-                    f"a stored tensor can't share the bytes of {value.storage.label} by assignment to .data: copy them "
+                    f"a stored tensor can't share the bytes of {value.stored.label} by assignment to .data: copy them "
                     "with copy_(), or tie the modules by assigning the one parameter to both"
                 )
             value = value.gathered()  # of a likeness, say
@@ -243,7 +243,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         Raises: StoredTensorError for what is no parameter, is divided by tensor parallelism, or has a gradient, which
         would no longer fit; StoreError. This is as before then.
         """
-        storage, shape = self.storage, tuple(self.shape)
+        storage, shape = self.stored, tuple(self.shape)
         what = f".data of a stored tensor of shape {shape} and {self.dtype} can't become a tensor of "
         what += f"shape {tuple(value.shape)} and {value.dtype}"
         whole = isinstance(self, torch.nn.Parameter) and self._local_of is None and not self.views
@@ -253,7 +253,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
         with torch.inference_mode(False):
             twin = as_parameter(stored_again(self, value.dtype, self.device, value)).requires_grad_(self.requires_grad)
-        twin.storage.share.agreed = storage.share.ranks.size == 1
+        twin.stored.share.agreed = storage.share.ranks.size == 1
         take_implementation(self, twin)
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         if mutated:
             return write(StoredTensor, func, args, kwargs, mutated)
         for stored in (one for one in args if isinstance(one, StoredTensor) and not one.captured):
-            note_eager_read(func, stored.storage)
+            note_eager_read(func, stored.stored)
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -327,7 +327,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             return
         with RUNNING.turn():
             if not self.expects_gradient:
-                hook_gradient(self, None if self.storage.keeps_gradient else gradient_hook)
+                hook_gradient(self, None if self.stored.keeps_gradient else gradient_hook)
                 self.expects_gradient = True
 
     @property
@@ -338,6 +338,10 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
     # What code outside of PyTorch asks a tensor for.
 
+    def storage(self) -> TensorStorage:
+        """What has `data_ptr()` and `size()`, as of any tensor: that of a stored tensor is its address in the store."""
+        return self.stored
+
     def data_ptr(self) -> int:
         """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
 
@@ -347,7 +351,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         if self.captured:
             return super().data_ptr()
         with torch.no_grad():
-            whole = self.storage.snapshot()
+            whole = self.stored.snapshot()
             value = self.replayed(whole.view(self.base.shape))
         self._in_memory = whole, memory_of(whole, value)
         return value.data_ptr()
@@ -453,7 +457,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
 def stored_again(tensor: T, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> T:
     """A new stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
     the same, and give values of `dtype`."""
-    storage, share, target = tensor.storage, tensor.storage.share, device_of(device)
+    storage, share, target = tensor.stored, tensor.stored.share, device_of(device)
     quantised = Quantised.of(tensor.views)
     if quantised is not None and tensor.views == quantised.steps(tensor.shape) and value is None:
         quantised = quantised._replace(dtype=dtype)
@@ -478,7 +482,7 @@ def stored_as(tensor: T, quantised: Quantised) -> T:
 
     Raises: StoreError when there is no room.
     """
-    storage, share = tensor.storage, tensor.storage.share
+    storage, share = tensor.stored, tensor.stored.share
     shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
     shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
     how = (math.prod(shape), dtype, device_of(tensor.device), share.ranks, share.partitioned, shards)
