@@ -7,8 +7,8 @@ from textwrap import dedent
 from typing import Any
 
 import torch
-from capturing import copy_graph
-from reference import Reference, assert_close, assert_same
+from passes.capturing import copy_graph
+from passes.reference import Reference, assert_close, assert_same
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from reference import Outcome, Reference, assert_close, assert_same
+from passes.reference import Outcome, Reference, assert_close, assert_same
 from torch import fx, nn
 
 from zinf_fx.config import Config

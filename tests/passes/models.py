@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from capturing import Record, assert_trains_like_eager
+from passes.capturing import Record, assert_trains_like_eager
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn import functional as F

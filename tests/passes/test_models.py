@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from capturing import Record, assert_trains_like_eager
 from gate import slow
-from models import CASES, trained
+from passes.capturing import Record, assert_trains_like_eager
+from passes.models import CASES, trained
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from building import Builder, aten
-from capturing import assert_passes_keep_values, compiled, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, Block, Expression, rows, trained
-from reference import assert_same
+from passes.building import Builder, aten
+from passes.capturing import assert_passes_keep_values, compiled, train
+from passes.models import CASES, Block, Expression, rows, trained
+from passes.reference import assert_same
 from torch import fx, nn
 
 from zinf_fx import ops
