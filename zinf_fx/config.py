@@ -210,8 +210,8 @@ class StoreOptions:
     frozen_dtype: FrozenDtype | FrozenPatterns | None = None
     checksum: bool = True
     strict_direct: bool = False
-    process_group: object = None
-    mesh: object = None
+    process_group: torch.distributed.ProcessGroup | None = None
+    mesh: torch.distributed.device_mesh.DeviceMesh | None = None
     partition: Partition = "shards"
     gradient_reduction: Reduction = "mean"
     reduce_dtype: torch.dtype | None = None

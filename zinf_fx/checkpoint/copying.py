@@ -32,10 +32,9 @@ from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.boxes import Box, copy_common, view_of
 from zinf_fx.runtime.tensor.gathered import gathered
 from zinf_fx.runtime.tensor.local_parameter import local_part
-from zinf_fx.runtime.tensor.quantised import bytes_of
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, bytes_of
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 from zinf_fx.sizes import PAGE, PIECE, blocks, pieces_of

@@ -25,8 +25,8 @@ from zinf_fx.optim.elements import overwritten
 from zinf_fx.plan.files.parsing import parsed
 from zinf_fx.quantisation import tables_of
 from zinf_fx.regular_files import check_regular, read_regular
-from zinf_fx.runtime.tensor.quantised import Quantised, bytes_of
-from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, stored_as, take_implementation
+from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, bytes_of, stored_as, take_implementation
 from zinf_fx.sizes import pieces_of
 
 _SHOWN = 3  # of many names, in an error

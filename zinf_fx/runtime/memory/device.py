@@ -92,13 +92,13 @@ class Device:
         """A copy to `value`, flat and on the device, that follows what is queued now."""
         return _Copied(value)
 
-    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Ticket] = ()) -> Copy:
         """Start to copy `value`, of any shape, to host memory, flat, in the dtype that this has.
 
         The copy follows those in `after`. The caller may drop `value`, but not write to it before the copy is joined.
         """
-        for copy in after:
-            copy.wait()
+        for transfer in after:
+            transfer.wait()
         with RECORDER.work("offload", host.nbytes, self.torch_device):
             host.view(value.shape).copy_(value)
         return _Copied(value)
@@ -194,7 +194,7 @@ class Cuda(Device):
     def upload(self, value: torch.Tensor) -> Upload:
         return _CudaUpload(self, value)
 
-    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy] = ()) -> Copy:
+    def download(self, value: torch.Tensor, host: torch.Tensor, after: Iterable[Ticket] = ()) -> Copy:
         if value.device != self.torch_device:
             return CPU.download(value, host, after)
         copy = _CudaDownload(self, value.detach().reshape(-1).to(host.dtype), host, after)
@@ -294,12 +294,15 @@ class _CudaUpload(_CudaCopy):
 class _CudaDownload(_CudaCopy):
     """Keeps the value until the copy is known to be done, or joined."""
 
-    def __init__(self, device: Cuda, value: torch.Tensor, host: torch.Tensor, after: Iterable[Copy]) -> None:
+    def __init__(self, device: Cuda, value: torch.Tensor, host: torch.Tensor, after: Iterable[Ticket]) -> None:
         super().__init__(device)
         self.nbytes = value.nbytes
         self._value: torch.Tensor | None = value
-        for copy in after:
-            device.downloads.wait_event(copy._copied) if isinstance(copy, _CudaCopy) else copy.wait()
+        for transfer in after:
+            if isinstance(transfer, _CudaCopy):
+                device.downloads.wait_event(transfer._copied)
+            else:
+                transfer.wait()
         self._start("offload", device.downloads, host, value, host)
 
     def done(self) -> bool:

@@ -37,21 +37,25 @@ def forget_what_is_done(under: Under) -> None:
 
 
 class Follower(Protocol):
-    """A window for reading that stays in memory, and takes over what is written to where its elements live.
+    """A window for reading that stays in memory, and takes over what is written to where its elements live."""
 
-    Attributes:
-        version: of what lives there, which it has; None: an unknown one, after a write that failed.
-    """
+    @property
+    def version(self) -> int | None:
+        """The version of the allocation that it has; None, which no allocation has, after a write that failed."""
+        ...
 
-    version: int | None
+    @version.setter
+    def version(self, version: int | None) -> None: ...
 
     @property
     def elements(self) -> range:
         """Which it has of the allocation."""
+        ...
 
     @property
     def is_over(self) -> bool:
         """Whether it was closed."""
+        ...
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
         """Have the elements from `start` of the allocation on that are about to be written. Returns what still reads
@@ -112,14 +116,13 @@ class Allocation:
         self.reads: Under = []
         self._writes: list[Change] = []
         self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
-        self.in_store: CopyOnWrite | FileExtent | None = in_file
+        self.in_store: CopyOnWrite | FileExtent | None = None
         self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
         self._on_device: torch.Tensor | None = None  # the elements, where the device can
         if not device.in_host_memory:
             tiers.host.serve(device)
         if tier == "nvme":
-            if in_file is None:
-                self.in_store = CopyOnWrite(tiers.store, count * dtype.itemsize)
+            self.in_store = in_file or CopyOnWrite(tiers.store, count * dtype.itemsize)
             self._at_end(self, self.in_store.free)
         elif tier == "host":
             self._leased = _Leased(tiers.allocate(count * dtype.itemsize))
@@ -178,7 +181,7 @@ class Allocation:
         with torch.inference_mode(False):
             part = torch.empty(0, dtype=self.dtype, device=memory.device)
             first = memory.storage_offset() + elements.start
-            return part.set_(memory.untyped_storage(), first, (len(elements),))
+            return part.set_(memory.untyped_storage(), first, (len(elements),), (1,))
 
     def follow(self, window: Follower) -> None:
         """A window for reading stays in memory: from now on, every write to the store changes it too."""
@@ -209,6 +212,7 @@ class Allocation:
 
     def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
         self.settle(elements)
+        assert self.in_store is not None
         offset = elements.start * self.dtype.itemsize
         ticket = self.in_store.read(memory.data_ptr(), offset, memory.nbytes, owner=owner)
         self.reads.append((elements, ticket))
@@ -221,8 +225,12 @@ class Allocation:
         end = first + memory.numel()
         others, start = [], first
         with self.tiers.writes.lock:  # who has it gives buffers back
-            written = [one for one in list(self._writes) if one.source is not None and not one.ticket.done()]
-            for elements, _, source in sorted(written, key=lambda one: one.elements.start):
+            leaving = [
+                (elements, source)
+                for elements, ticket, source in list(self._writes)
+                if source is not None and not ticket.done()
+            ]
+            for elements, source in sorted(leaving, key=lambda change: change[0].start):
                 begin, stop = max(elements.start, first), min(elements.stop, end)
                 if begin >= stop:
                     continue
@@ -245,6 +253,7 @@ class Allocation:
                 why = "a tensor of a base can't change: load the files into a model of its own with load_safetensors()"
                 raise StoreError("write", self.tiers.store.directories[0], why)
             offset = first * self.dtype.itemsize
+            assert self.in_store is not None
             write = partial(self.in_store.write, buffer.address, offset, memory.nbytes)
             with self._order:
                 self.settle(elements)

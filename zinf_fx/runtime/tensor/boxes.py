@@ -61,12 +61,14 @@ class Box(NamedTuple):
             return
         row = math.prod(self.shape[1:])
         head, body, tail = _rows(elements, row)
-        for part, number in ((head, elements.start // row), (body, None), (tail, elements.stop // row)):
-            if number is None and part:
-                yield Box((self.offsets[0] + part.start, *self.offsets[1:]), (len(part), *self.shape[1:]))
-            elif part:
-                for inner in Box(self.offsets[1:], self.shape[1:]).boxes_of(part):
-                    yield Box((self.offsets[0] + number, *inner.offsets), (1, *inner.shape))
+        yield from self._boxes_in_row(elements.start // row, head)
+        if body:
+            yield Box((self.offsets[0] + body.start, *self.offsets[1:]), (len(body), *self.shape[1:]))
+        yield from self._boxes_in_row(elements.stop // row, tail)
+
+    def _boxes_in_row(self, row: int, elements: range) -> Iterator[Box]:
+        for box in Box(self.offsets[1:], self.shape[1:]).boxes_of(elements):
+            yield Box((self.offsets[0] + row, *box.offsets), (1, *box.shape))
 
 
 def _rows(elements: range, row: int) -> tuple[range, range, range]:

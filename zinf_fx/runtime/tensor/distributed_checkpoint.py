@@ -11,7 +11,7 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -21,6 +21,7 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.host import mapped_empty
 from zinf_fx.runtime.tensor.boxes import Box, view_of
+from zinf_fx.runtime.tensor.operations import Operand
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.sizes import PIECE, pieces_of
 
@@ -34,13 +35,13 @@ aten = torch.ops.aten
 _LARGE = 1 << 20
 
 
-class Checkpointable:
+class Checkpointable(Operand):
     """What torch.distributed.checkpoint calls of a stored tensor: its protocol `_Checkpointable`.
 
     Views, and local tensors of DTensors, which don't say where they begin in these, have none of it: they are gathered.
     """
 
-    __slots__ = ()
+    _boxes: dict[tuple[int, ...], Box]  # that were listed last, by where they begin
 
     @property
     def __create_write_items__(self) -> Callable[[str, object], list[WriteItem]]:
@@ -68,26 +69,26 @@ class Checkpointable:
                 "outside of no_sync()"
             )
         pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
-        boxes = [box for piece in pieces for box in self._whole.boxes_of(piece)]
-        self._note(boxes if self.numel() else [self._whole])
-        return write_items(name, self, self.__dict__["_boxes"].values())
+        boxes = [box for piece in pieces for box in self._all_of_it.boxes_of(piece)]
+        self._note(boxes if self.numel() else [self._all_of_it])
+        return write_items(name, self, self._boxes.values())
 
     def _chunk_list(self) -> list[ChunkStorageMetadata]:
         """One for each box that this rank is to load."""
         share = self.stored.share
         held = share.own if share.partitioned else (range(self.numel()),)
-        self._note([box for part in held for box in self._whole.boxes_of(part)])
-        return chunk_list(self.__dict__["_boxes"].values())
+        self._note([box for part in held for box in self._all_of_it.boxes_of(part)])
+        return chunk_list(self._boxes.values())
 
     def _box_at(self, index: MetadataIndex) -> torch.Tensor:
         """The box, of those that were listed last, that begins there."""
-        return StoredBox(self.stored, self._whole, self.__dict__["_boxes"][tuple(index.offset)])
+        return StoredBox(self.stored, self._all_of_it, self._boxes[tuple(index.offset or ())])
 
     def _note(self, boxes: list[Box]) -> None:
-        self.__dict__["_boxes"] = {box.offsets: box for box in boxes}
+        self._boxes = {box.offsets: box for box in boxes}
 
     @property
-    def _whole(self) -> Box:
+    def _all_of_it(self) -> Box:
         return Box.whole(self.shape)
 
 
@@ -124,10 +125,10 @@ class UnreadBox(torch.Tensor):
 
     _box: Box
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     def __new__(cls, dtype: torch.dtype, box: Box) -> Self:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=dtype, device="cpu")
+        tensor = torch.Tensor._make_wrapper_subclass(cls, box.shape, dtype=dtype, device=torch.device("cpu"))
         tensor._box = box
         return tensor
 
@@ -151,8 +152,8 @@ class UnreadBox(torch.Tensor):
             return args[0]._of(args[0]._box)
         if func._schema.is_mutable:
             raise StoredTensorError(f"{func} on a box of a stored tensor would be lost: copy_() to it")
-        args, kwargs = tree_map_only(UnreadBox, lambda one: one.value(), (args, kwargs))
-        return func(*args, **kwargs)
+        read_args, read_kwargs = tree_map_only(UnreadBox, lambda box: box.value(), (args, kwargs))
+        return func(*read_args, **read_kwargs)
 
     @abstractmethod
     def _of(self, box: Box) -> UnreadBox:
@@ -162,8 +163,10 @@ class UnreadBox(torch.Tensor):
 class StoredBox(UnreadBox):
     """A box of a stored tensor, whose elements this rank holds: `copy_` to it, or to a part of it, writes them."""
 
-    @staticmethod
-    def __new__(cls, storage: TensorStorage, whole: Box, box: Box) -> StoredBox:
+    _stored: TensorStorage
+    _whole: Box
+
+    def __new__(cls, storage: TensorStorage, whole: Box, box: Box) -> Self:
         """`whole`: the box of all elements of the storage."""
         tensor = UnreadBox.__new__(cls, storage.dtype, box)
         tensor._stored, tensor._whole = storage, whole
@@ -194,7 +197,8 @@ class StoredBox(UnreadBox):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
+        step = args[4:]
+        if func is aten.slice.Tensor and step in ((), (1,)):
             return args[0]._sliced(*args[1:4])
         if func is aten.copy_.default and isinstance(args[0], cls):
             args[0].write(args[1])

@@ -28,13 +28,13 @@ def gathered(
     """
     single = isinstance(tensors, torch.Tensor)
     wanted = [tensors] if single else list(tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors)
-    stored = {_identity(t): t for t in wanted if _identity(t) is not None}
+    stored = {identity: t for t in wanted if (identity := _identity(t)) is not None}
     if modify and len({storage for storage, _ in stored}) < len(stored):
         raise StoredTensorError(
             "gathered() was given several views of one stored tensor with modify=True: give it the whole tensor once"
         )
     gathered = {key: _full(tensor) for key, tensor in stored.items()}
-    values = [gathered.get(_identity(t), t) for t in wanted]
+    values = [t if (identity := _identity(t)) is None else gathered[identity] for t in wanted]
     yield values[0] if single else values
     if modify:
         with torch.no_grad():
@@ -50,6 +50,7 @@ def _identity(tensor: torch.Tensor) -> tuple[int, tuple] | None:
 
 @torch.no_grad()
 def _full(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, (DTensor, StoredTensor))
     full = tensor.full_tensor()
     return full.full_tensor() if isinstance(full, StoredTensor) else full  # of a DTensor that every rank has
 

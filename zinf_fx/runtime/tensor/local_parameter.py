@@ -71,7 +71,7 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
         with torch.inference_mode(False):
             leaf = LocalParameter.of_whole(parameter, local)
             leaf.expect_gradient()
-        if not isinstance(local_part(parameter.grad), StoredTensor):
+        if parameter.grad is not None and not isinstance(local_part(parameter.grad), StoredTensor):
             _store_gradient(parameter)
     leaf.follow(parameter, local)
     leaf.expect_gradient()  # users freeze and unfreeze the DTensor
@@ -87,6 +87,7 @@ def local_input(value: object) -> object:
 def distributed_as(whole: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor placed as `whole`, whose local tensor is `local`."""
     spec = whole._spec
+    assert spec.tensor_meta is not None
     spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
@@ -96,7 +97,11 @@ def placed_as(whole: DTensor, other: DTensor) -> torch.Tensor:
     if other.placements != whole.placements:
         other = other.redistribute(whole.device_mesh, whole.placements)
     local = local_part(other)
-    return local.wait() if hasattr(local, "wait") else local  # of a collective that goes on
+    wait = getattr(local, "wait", None)  # of a collective that goes on
+    return local if wait is None else wait()
+
+
+_GRAD: Any = torch.Tensor.grad  # the property, which PyTorch's stub shows as its value
 
 
 class LocalParameter(StoredTensor):
@@ -126,8 +131,9 @@ class LocalParameter(StoredTensor):
     @property
     def whole(self) -> torch.Tensor:
         """The DTensor."""
-        if self._whole is None:
-            return self
+        return self if self._whole is None else self._distributed()
+
+    def _distributed(self) -> DTensor:
         whole = self.found()
         assert whole is not None, "who works on this has it from the DTensor"
         return whole
@@ -147,16 +153,18 @@ class LocalParameter(StoredTensor):
     def grad(self) -> torch.Tensor | None:
         """The local tensor of the DTensor's gradient."""
         if self._whole is None:
-            return torch.Tensor.grad.__get__(self)
+            return _GRAD.__get__(self)
         gradient = self.whole.grad
         return gradient if gradient is None else local_part(gradient)
 
+    # PyTorch's stub has the value in the place of the property.
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def grad(self, value: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._whole is None:
-            torch.Tensor.grad.__set__(self, value)
+            _GRAD.__set__(self, value)
         else:
-            self.whole.grad = value if value is None else distributed_as(self.whole, value)
+            whole = self._distributed()
+            whole.grad = value if value is None else distributed_as(whole, value)
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -171,16 +179,18 @@ class LocalParameter(StoredTensor):
         if self.requires_grad != whole.requires_grad:
             self.requires_grad_(whole.requires_grad)
         local = local_part(whole)
+        assert isinstance(local, StoredTensor)
         if not local.expects_gradient and whole.requires_grad:
             local.expects_gradient = True  # goes where the implementation of the DTensor goes
             hook_gradient(whole, _store_gradient)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        return distributed_as(self.whole, tensor)
+        return distributed_as(self._distributed(), tensor)
 
 
-def _store_gradient(whole: DTensor) -> None:
+def _store_gradient(whole: torch.Tensor) -> None:
     """Hook: a gradient that eager autograd left moves to the tier of gradients, in the parameter's placements."""
+    assert isinstance(whole, DTensor)
     parameter = stored_parameter(whole)
     if parameter is None or whole.grad is None:
         return

@@ -1,12 +1,10 @@
-"""Operations that are run in another way on stored tensors than on their gathered values, such as writes.
-
-`kind` is the class of stored tensors.
-"""
+"""Operations that are run in another way on stored tensors than on their gathered values, such as writes."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,9 +15,37 @@ from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.tensor.quantised import Quantised, quantised_bytes
-from zinf_fx.runtime.tensor.views import LAZY, note_written, replayed
+from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.views import LAZY, Base, ViewStep, note_written, replayed
 
 aten = torch.ops.aten
+
+
+class Operand(torch.Tensor):
+    """What operations know of a stored tensor: each is a `StoredTensor`, the class that has them run here."""
+
+    token: torch.Tensor
+    base: Base
+    views: tuple[ViewStep, ...]
+
+    if TYPE_CHECKING:  # PyTorch's stub lets no subclass be made of anything else than `torch.Tensor` is
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @property
+    def captured(self) -> bool:
+        """Whether this is a stand-in inside a graph that is being captured."""
+        return type(self.token) is not torch.Tensor
+
+    @property
+    @abstractmethod
+    def stored(self) -> TensorStorage:
+        """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
+
+    @abstractmethod
+    def gathered(self) -> torch.Tensor:
+        """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
+
 
 Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
 
@@ -98,7 +124,7 @@ _ASSIGN_DATA = tuple(getattr(aten, name).default for name in ("shallow_copy_data
 _TAKE_OVER = (aten.copy_.default, aten.set_.source_Tensor, *_ASSIGN_DATA)
 
 
-def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[Operand]:
     """The stored tensors that `func` writes to."""
     if not func._schema.is_mutable:
         return []
@@ -106,21 +132,21 @@ def mutated_arguments(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [t for t in tree_iter(value) if isinstance(t, kind)]
+            written += [t for t in tree_iter(value) if isinstance(t, Operand)]
     return written
 
 
-def write(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+def write(func: Any, args: tuple, kwargs: dict, mutated: list[Operand]) -> Any:
     """Run `func`, which writes to the stored tensors `mutated`."""
     if func in _TAKE_OVER and _is_same(*args[:2]):  # load_state_dict() of what was loaded in place; `w.data = w`
         return args[0]
     if mutated[0].captured:
-        return _write_in_graph(kind, func, args, kwargs, mutated)
+        return _write_in_graph(func, args, kwargs, mutated)
     with RUNNING.turn():  # two threads that write through at a time would lose a write, and take room from each other
-        return _write_through(kind, func, args, kwargs, mutated)
+        return _write_through(func, args, kwargs, mutated)
 
 
-def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[Operand]) -> Any:
     """Run `func` on gathered values, then write what it changed back to the store."""
     for tensor in mutated:
         _check_writable(tensor, func)
@@ -151,10 +177,10 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
                 bases[storage.key] = storage.value().view(tensor.base.shape)
         values[id(tensor)] = replayed(tensor.views[quantised is not None :], bases[storage.key])
 
-    def substitute(tensor: torch.Tensor) -> torch.Tensor:
+    def substitute(tensor: Operand) -> torch.Tensor:
         return values[id(tensor)] if id(tensor) in values else tensor.gathered()
 
-    new_args, new_kwargs = tree_map_only(kind, substitute, (args, kwargs))
+    new_args, new_kwargs = tree_map_only(Operand, substitute, (args, kwargs))
     result = func(*new_args, **new_kwargs)
     for tensor in mutated:
         if values[id(tensor)].shape != tensor.shape:
@@ -171,12 +197,14 @@ def _write_through(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dic
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_same(target: object, source: object) -> bool:
     """Whether both show the same elements of one stored tensor."""
-    return getattr(one, "token", None) is getattr(other, "token", 0) and one.views == other.views
+    if not isinstance(target, Operand) or not isinstance(source, Operand):
+        return False
+    return target.token is source.token and target.views == source.views
 
 
-def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict, mutated: list[torch.Tensor]) -> Any:
+def _write_in_graph(func: Any, args: tuple, kwargs: dict, mutated: list[Operand]) -> Any:
     """Let the graph that is being captured compute what `func` writes, and the token stand for that from now on.
 
     PyTorch functionalizes a write to the token as one to any input: what the graph does later sees the new token, and
@@ -190,7 +218,7 @@ def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: di
             return args[0]
         values = {id(tensor): tensor.gathered() for tensor in mutated}
         new_args, new_kwargs = tree_map_only(
-            kind, lambda t: values[id(t)] if id(t) in values else t.gathered(), (args, kwargs)
+            Operand, lambda t: values[id(t)] if id(t) in values else t.gathered(), (args, kwargs)
         )
         result = func(*new_args, **new_kwargs)
         for tensor in mutated:
@@ -200,7 +228,7 @@ def _write_in_graph(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: di
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
 
-def _check_writable(tensor: torch.Tensor, func: Any) -> None:
+def _check_writable(tensor: Operand, func: Any) -> None:
     """Raises: StoredTensorError for a write that can't reach the store."""
     shapes_anew = func in _ASSIGN_DATA or func._schema.name in ("aten::set_", "aten::resize_")
     if torch.Tag.inplace_view in func.tags or shapes_anew:
@@ -229,7 +257,7 @@ def _refusal(func: Any, tensor: torch.Tensor, what: str) -> StoredTensorError:
     )
 
 
-def foreach(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> Any:
+def foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     """A horizontally fused operation, one element at a time: the values are never in memory together."""
     length = len(args[0])
 
@@ -242,11 +270,11 @@ def foreach(kind: type[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> A
     for index in range(length):
         one_args = [element(a, index) for a in args]
         one_kwargs = {k: element(v, index) for k, v in kwargs.items()}
-        mutated = mutated_arguments(kind, func, tuple(one_args), one_kwargs)
+        mutated = mutated_arguments(func, tuple(one_args), one_kwargs)
         if mutated:
-            write(kind, func, tuple(one_args), one_kwargs, mutated)
+            write(func, tuple(one_args), one_kwargs, mutated)
         else:
-            one_args, one_kwargs = tree_map_only(kind, kind.gathered, (one_args, one_kwargs))
+            one_args, one_kwargs = tree_map_only(Operand, lambda t: t.gathered(), (one_args, one_kwargs))
             results.append(func(*one_args, **one_kwargs))
     if not results or results[0] is None:
         return None

@@ -7,7 +7,7 @@ them. So it is frozen, and whoever writes to it writes values that are rounded t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +15,6 @@ from zinf_fx import ops
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.quantisation import quantised, quantised_over, quantised_shape
 from zinf_fx.runtime.tensor.views import ViewStep
-
-Stored = TypeVar("Stored", bound=torch.Tensor)
-
 
 _TRANSPOSITION = ViewStep(torch.ops.aten.transpose.int, (-2, -1), (), None)
 
@@ -80,11 +77,6 @@ class Form(NamedTuple):
     def nbytes(self) -> int:
         """Of these elements."""
         return self.numel * self.dtype.itemsize
-
-
-def bytes_of(tensor: Stored) -> Stored:
-    """The matrix of bytes of a quantised stored tensor, as a stored tensor."""
-    return type(tensor)(tensor.token, tensor.base, storage=tensor.stored)
 
 
 def quantised_bytes(value: torch.Tensor, name: str, over: torch.Tensor | None = None) -> torch.Tensor:

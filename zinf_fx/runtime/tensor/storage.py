@@ -89,7 +89,7 @@ class TensorStorage:
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
-        shards = shards or Shards.of(numel, ranks.shards, config.placement.on_nvme)
+        shards = shards or Shards.of(numel, ranks.shards, config.own_placement.on_nvme)
         self._identify(tier, config, numel, dtype, device, Share(numel, ranks, partitioned, shards))
         self.tiers = tiers
         allocation, member = at or (Allocation(tiers, tier, [self.share.held], dtype, device), 0)
@@ -110,7 +110,7 @@ class TensorStorage:
     def _take_key(self) -> None:
         self.key = new_key()
         self.token = token_with_size(self.key, self.numel * self.dtype.itemsize)
-        self.token.owner = weakref.ref(self)
+        vars(self.token)["owner"] = weakref.ref(self)
         self._by_key[self.key] = self
 
     def renew_key(self) -> None:
@@ -158,7 +158,7 @@ class TensorStorage:
     @property
     def placement(self) -> Placement:
         """The tiers of this model's states."""
-        return self.config.placement
+        return self.config.own_placement
 
     @property
     def is_read_only(self) -> bool:
@@ -195,8 +195,10 @@ class TensorStorage:
         them, which lives as long as this. (What a graph returns of it is a clone.)"""
         place = start, tuple(shape)
         if place not in self._parts:
+            memory = self.bytes.on_device
+            assert memory is not None
             with torch.inference_mode(False), torch.no_grad():
-                self._parts[place] = self.bytes.on_device[start : start + math.prod(shape)].view(shape)
+                self._parts[place] = memory[start : start + math.prod(shape)].view(shape)
         return self._parts[place]
 
     @property
@@ -432,12 +434,15 @@ class AbstractStorage(TensorStorage):
     """A storage without bytes, for planning: it has a token, and any access to a value raises."""
 
     tiers = None
-    in_place = False
 
     def __init__(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING) -> None:
         """`why`: what an access to a value raises."""
         self._why = why
         self._identify(tier, config, numel, dtype, CPU, Share(numel))
+
+    @property
+    def in_place(self) -> bool:
+        return False
 
     @property
     def bytes(self) -> NoReturn:

@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -62,14 +62,16 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 T = TypeVar("T", bound=torch.Tensor)
+S = TypeVar("S", bound="StoredTensor")
+
+# Properties, which PyTorch's stub shows as their values.
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
-class StoredTensor(Checkpointable, torch.Tensor):
+class StoredTensor(Checkpointable):
     """A tensor whose bytes live in the store. Made by `offload`, `offloading`, the executor and the optimizers."""
 
-    token: torch.Tensor
-    base: Base
-    views: tuple[ViewStep, ...]
     _storage: TensorStorage | None
     _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
@@ -80,9 +82,8 @@ class StoredTensor(Checkpointable, torch.Tensor):
     # What FullyShardedDataParallel calls divided over ranks already, it leaves alone, and has no values of in memory.
     _fsdp_flattened = True
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
-    @staticmethod
     def __new__(
         cls,
         token: torch.Tensor,
@@ -91,7 +92,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         like: torch.Tensor | None = None,
         storage: TensorStorage | None = None,
         requires_grad: bool = False,
-    ) -> StoredTensor:
+    ) -> Self:
         """`like` has the metadata of the value after `views`; default: contiguous, as `base`."""
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -118,14 +119,14 @@ class StoredTensor(Checkpointable, torch.Tensor):
         device: torch.device,
         requires_grad: bool = False,
         quantised: Quantised | None = None,
-    ) -> StoredTensor:
+    ) -> Self:
         """The tensor of `shape` whose bytes are `storage`'s; `quantised`: how these are to be read as its values."""
-        where, is_part = (torch.device(device), storage.tier, storage.config), bool(storage.share.part_of)
+        shape = torch.Size(shape)
+        stored_shape = shape if quantised is None else torch.Size(quantised.bytes_shape(shape))
+        device, is_part = torch.device(device), bool(storage.share.part_of)
+        base = Base(stored_shape, storage.dtype, device, storage.tier, storage.config, is_part)
         if quantised is None:
-            base = Base(torch.Size(shape), storage.dtype, *where, is_part)
             return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
-        shape = tuple(shape)
-        base = Base(torch.Size(quantised.bytes_shape(shape)), storage.dtype, *where, is_part)
         return cls(storage.token, base, quantised.steps(shape), quantised.like(shape), storage)
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
@@ -190,7 +191,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Pickles as the ordinary tensor or parameter that it stands for, so files load without zinf_fx.
 
         torch.multiprocessing would share an ordinary tensor's memory with a process that is being spawned, but this
@@ -218,7 +219,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
         A parameter takes a value of another shape or dtype too, as it does when embeddings are resized.
         """
-        return torch.Tensor.data.__get__(self)
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -269,7 +270,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
                 result = HANDLERS[func](func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        mutated = mutated_arguments(StoredTensor, func, args, kwargs)
+        mutated = mutated_arguments(func, args, kwargs)
         if isinstance(args[0] if args else None, StoredTensor) and not mutated:
             if needs_no_value(func, kwargs):
                 device = kwargs.get("device") or args[0].device
@@ -280,18 +281,14 @@ class StoredTensor(Checkpointable, torch.Tensor):
                 if func is aten._to_copy.default and not torch.is_grad_enabled() and not decodes(args[0], kwargs):
                     return args[0]._convert(kwargs)
         if args and isinstance(args[0], (list, tuple)) and func._schema.name.startswith(HORIZONTAL):
-            return foreach(StoredTensor, func, args, kwargs)
+            return foreach(func, args, kwargs)
         if mutated:
-            return write(StoredTensor, func, args, kwargs, mutated)
-        for stored in (one for one in args if isinstance(one, StoredTensor) and not one.captured):
-            note_eager_read(func, stored.stored)
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @property
-    def captured(self) -> bool:
-        """Whether this is a stand-in inside a graph that is being captured."""
-        return type(self.token) is not torch.Tensor
+            return write(func, args, kwargs, mutated)
+        for argument in args:
+            if isinstance(argument, StoredTensor) and not argument.captured:
+                note_eager_read(func, argument.stored)
+        new_args, new_kwargs = tree_map_only(StoredTensor, StoredTensor.gathered, (args, kwargs))
+        return func(*new_args, **new_kwargs)
 
     @property
     def quantised(self) -> Quantised | None:
@@ -301,16 +298,17 @@ class StoredTensor(Checkpointable, torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """As of any tensor. Setting it raises StoredTensorError where what is quantised, or in a base, would train."""
-        return torch.Tensor.requires_grad.__get__(self)
+        return _REQUIRES_GRAD.__get__(self)
 
     @requires_grad.setter
     @torch._disable_dynamo  # called between two graphs, it would be captured, which torch 2.14 fails to do
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
-        torch.Tensor.requires_grad.__set__(self, requires_grad)
+        _REQUIRES_GRAD.__set__(self, requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> StoredTensor:
+    # PyTorch documents this name of the argument; its stub has another.
+    def requires_grad_(self, requires_grad: bool = True) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As of any tensor. Raises: StoredTensorError, as setting `requires_grad` does."""
         self.requires_grad = requires_grad
         return self
@@ -366,7 +364,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
         """As of any tensor, of a copy of the value: what is written there doesn't reach the store."""
         return self.full_tensor().requires_grad_(self.requires_grad).numpy(force=force)
 
-    def tolist(self) -> object:
+    def tolist(self) -> list:
         """As of any tensor."""
         return self.full_tensor().tolist()
 
@@ -396,6 +394,9 @@ class StoredTensor(Checkpointable, torch.Tensor):
     def whole(self) -> torch.Tensor:
         """The parameter that users have: this, unless it stands for a DTensor."""
         return self
+
+    def hold(self) -> None:
+        """Keep what users have until `follow`: see [Note: DTensor parameters]."""
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         """A state of this parameter as users see it."""
@@ -437,11 +438,11 @@ class StoredTensor(Checkpointable, torch.Tensor):
             return self._twin()
         frozen = tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
-        def wrap(like: torch.Tensor, index: int | None) -> StoredTensor:
-            return self._seen((*self.views, ViewStep(func, frozen, tuple(kwargs.items()), index)), like)
+        def wrap(like: torch.Tensor, output: int | None) -> StoredTensor:
+            return self._seen((*self.views, ViewStep(func, frozen, tuple(kwargs.items()), output)), like)
 
         if isinstance(results, (list, tuple)):
-            return [wrap(like, index) for index, like in enumerate(results)]
+            return [wrap(like, number) for number, like in enumerate(results)]
         return wrap(results, None)
 
     def _convert(self, kwargs: dict) -> StoredTensor:
@@ -454,7 +455,7 @@ class StoredTensor(Checkpointable, torch.Tensor):
 
 
 @held_back
-def stored_again(tensor: T, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> T:
+def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> S:
     """A new stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
     the same, and give values of `dtype`."""
     storage, share, target = tensor.stored, tensor.stored.share, device_of(device)
@@ -477,7 +478,7 @@ def stored_again(tensor: T, dtype: torch.dtype, device: torch.device, value: tor
     return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
 
 
-def stored_as(tensor: T, quantised: Quantised) -> T:
+def stored_as(tensor: S, quantised: Quantised) -> S:
     """A new stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
 
     Raises: StoreError when there is no room.
@@ -489,6 +490,11 @@ def stored_as(tensor: T, quantised: Quantised) -> T:
     twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
     twin.label = storage.label
     return type(tensor).of(twin, tensor.shape, tensor.device, quantised=quantised)
+
+
+def bytes_of(tensor: S) -> S:
+    """The matrix of bytes of a quantised stored tensor, as a stored tensor."""
+    return type(tensor)(tensor.token, tensor.base, storage=tensor.stored)
 
 
 def hook_gradient(tensor: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> None:
@@ -506,9 +512,11 @@ def take_implementation(tensor: torch.Tensor, twin: StoredTensor) -> None:
     """Give the object `tensor` the implementation, class and attributes of `twin`, which nothing else may use."""
     torch._C._swap_tensor_impl(tensor, twin)
     tensor.__class__ = type(twin)
+    assert isinstance(tensor, StoredTensor)
+    attributes = vars(tensor)
     for known in ("_in_memory", "_kind"):
-        tensor.__dict__.pop(known, None)
-    tensor.__dict__.update(twin.__dict__)
+        attributes.pop(known, None)
+    attributes.update(vars(twin))
     tensor.expects_gradient = False  # autograd doesn't know the hooks of this implementation yet
     tensor.expect_gradient()
 
@@ -529,4 +537,4 @@ def carry(tensor: torch.Tensor, attributes: dict[str, Any], of: torch.Tensor) ->
     tensor in whose place it is, it is the stored tensor now."""
     if attributes:
         vars(tensor).update({name: tensor if value is of else value for name, value in attributes.items()})
-        tensor._carried = tuple(attributes)
+        vars(tensor)["_carried"] = tuple(attributes)

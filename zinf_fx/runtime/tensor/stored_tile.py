@@ -80,7 +80,7 @@ class StoredTile:
         for tile in known:
             if tile._is_of(storages, planned):
                 return tile
-        known[:] = [tile for tile in known if None not in tile.members]
+        known[:] = [tile for tile in known if all(storage() is not None for storage in tile._storages)]
         known.append(tile := cls(storages, planned))
         return tile
 
@@ -92,7 +92,9 @@ class StoredTile:
     @property
     def members(self) -> list[TensorStorage]:
         """The storages. Their model is alive while one of its graphs runs."""
-        return [storage() for storage in self._storages]
+        members = [storage for reference in self._storages if (storage := reference()) is not None]
+        assert len(members) == len(self._storages), "a tile was used whose parameters are gone"
+        return members
 
     @property
     def first(self) -> TensorStorage:

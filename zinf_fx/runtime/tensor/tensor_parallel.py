@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from zinf_fx.config import Config
 from zinf_fx.errors import ConfigError, StoredTensorError, ZinfError
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 T = TypeVar("T")
 
@@ -115,7 +118,7 @@ def tensor_ranks(config: Config, group: dist.ProcessGroup) -> Ranks:
     return Ranks.of(Config.of(config, {"process_group": group, "mesh": None, "placement": "auto"}))
 
 
-def resolved(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
+def resolved(group: dist.ProcessGroup | GroupName) -> dist.ProcessGroup:
     """The group that a functional collective names."""
     return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
 
@@ -134,4 +137,6 @@ def _others(mesh: DeviceMesh) -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=1)
 def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of this rank, as long as `world` is."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+    return group

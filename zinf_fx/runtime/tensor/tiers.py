@@ -34,6 +34,7 @@ class Background(Protocol):
     @property
     def asks(self) -> bool:
         """Whether it is the work itself that asks."""
+        ...
 
     def advance(self) -> None:
         """Do what can be done without waiting."""
@@ -43,6 +44,7 @@ class Background(Protocol):
 
     def finish(self) -> bool:
         """Do all that is left. Returns whether there was any; nothing is done when the work itself asks."""
+        ...
 
 
 class Ahead(Protocol):
@@ -53,6 +55,7 @@ class Ahead(Protocol):
 
     def close(self) -> bool:
         """Give the memory back. Returns whether there was any; nothing is done when it is itself that asks."""
+        ...
 
 
 class Tiers:
@@ -181,7 +184,7 @@ class Tiers:
 
     @ahead.setter
     def ahead(self, ahead: Ahead | None) -> None:
-        self._ahead = ahead and weakref.ref(ahead)
+        self._ahead = None if ahead is None else weakref.ref(ahead)
 
     @property
     def has_work(self) -> bool:

@@ -29,11 +29,11 @@ class ViewStep(NamedTuple):
     op: torch._ops.OpOverload
     args: tuple
     kwargs: tuple[tuple[str, Any], ...]
-    index: int | None
+    output: int | None
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         result = self.op(value, *self.args, **dict(self.kwargs))
-        result = result if self.index is None else result[self.index]
+        result = result if self.output is None else result[self.output]
         # Below `__torch_dispatch__`, nobody looks whether values are those of a conjugate.
         return result.resolve_conj().resolve_neg() if self.op in LAZY else result
 
@@ -100,12 +100,13 @@ def memory_of(whole: torch.Tensor, value: torch.Tensor) -> torch.UntypedStorage:
     owner = whole if whole.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() else value
     if owner.untyped_storage().nbytes() == owner.nbytes or owner.device.type != "cpu" or not owner.is_contiguous():
         return owner.untyped_storage()
-    storage = owner.alone() if hasattr(owner, "alone") else None
+    alone: weakref.ref[torch.UntypedStorage] | None = vars(owner).get("alone")
+    storage = None if alone is None else alone()
     if storage is None:
         memory = (ctypes.c_byte * owner.nbytes).from_address(owner.data_ptr())
-        memory.owner = owner
+        vars(memory)["owner"] = owner
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        owner.alone = weakref.ref(storage)
+        vars(owner)["alone"] = weakref.ref(storage)
     return storage
 
 

@@ -121,12 +121,18 @@ class Window(_Lifecycle):
     @property
     def is_current(self) -> bool:
         """Whether nothing was written to where they live since they were read."""
-        return self._buffer is None or self.version == self._storage.allocation.version
+        if self._buffer is None:
+            return True
+        assert self._storage is not None
+        return self.version == self._storage.allocation.version
 
     @property
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.state is not READING or self._ticket.done()
+        if self.state is not READING:
+            return True
+        assert self._ticket is not None
+        return self._ticket.done()
 
     def wait(self) -> torch.Tensor:
         """The elements, 1-D, once they are there; valid until `store` or `close`."""
@@ -138,6 +144,7 @@ class Window(_Lifecycle):
     def arrived(self) -> torch.Tensor:
         """The elements, 1-D, once they are there, but not to be changed before their `readers` are done."""
         if self.state is READING:
+            assert self._ticket is not None
             self._ticket.wait()
             self.become(OPEN)
         assert self.state is OPEN, f"a window was used that is {self.state.value}"
@@ -200,6 +207,7 @@ class Window(_Lifecycle):
             was_read = self.state is not READING
             self.become(CLOSED)
         if not was_read:
+            assert self._ticket is not None and self._buffer is not None
             try:
                 self._ticket.wait()
             except StoreError:
@@ -301,7 +309,9 @@ class DeviceWindow(_Lifecycle):
                 copy = self._taken_over.popleft()
                 copy.join()
                 copy.drop()
-            return self._copy.value
+            value = self._copy.value
+            assert value is not None
+            return value
 
     def arrived(self) -> None:
         """Wait until the elements are in host memory."""

@@ -52,6 +52,7 @@ class DelayedWrite:
             self.begun()
         if self._refusal is not None:
             raise StoreError("write", "the store", f"it could not begin: {self._refusal}")
+        assert self._ticket is not None
         self._ticket.wait()
 
 
