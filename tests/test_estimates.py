@@ -156,6 +156,40 @@ def test_a_layer_moves_and_has_what_the_papers_say(planner: Planner, preset: str
     assert layer.needed["nvme"] == nvme * PER_LAYER
 
 
+LARGE = transformer(50, 4096, 16)
+# Bytes of host memory per parameter of a rank, by the placements of `LIVING`, and those of which chunks have buffers.
+IN_HOST_MEMORY = {
+    "dp": (0, 0),
+    "zero-2": (0, 0),
+    "zero-3": (0, 0),
+    "zero-offload": (2 + 12, 0),
+    "infinity-cpu": (2 + 2 + 12, 0),
+    "infinity-nvme": (2, 2 + 12),
+    "nvme": (0, 2 + 2 + 12),
+}
+
+
+@pytest.fixture(scope="module", params=[SMALL, LARGE], ids=["small", "large"])
+def planner_for_16(request: pytest.FixtureRequest) -> Planner:
+    return Planner(request.param, DGX_2, Optimizer())
+
+
+@pytest.mark.parametrize("preset", IN_HOST_MEMORY)
+def test_host_memory_beside_a_device_with_memory_of_its_own(planner_for_16: Planner, preset: str):
+    """States that live there, and what the CPU's update takes: of fp32 gradients, as many as eight pieces of 2^20
+    elements, and three chunks of 2^23 elements of what is on NVMe. Shards are gathered on the device."""
+    with no_search_for_cycles():
+        needed = planner_for_16.figures(PRESETS[preset]).needed["host"]
+    of_a_rank = planner_for_16.parameters() // 16
+    lives, read = IN_HOST_MEMORY[preset]
+    updated_by_cpu = lives or read
+    of_step = (8 * 2**20 * 4 if updated_by_cpu else 0) + read * min(of_a_rank, 3 * 2**23)
+    if not read:
+        assert needed == lives * of_a_rank + of_step
+    else:  # and, while there are chunks, shards on their way to the device or gradients on their way to NVMe
+        assert 0 <= needed - lives * of_a_rank - of_step <= 2 * of_a_rank
+
+
 def test_the_links_take_as_long_as_the_papers_volumes(planner: Planner):
     """A ring sends 3/4 of the message of each collective, and an all-reduce has two (ZeRO, section 7)."""
     for preset, messages in (("dp", 2), ("zero-2", 2), ("zero-3", 3)):

@@ -30,7 +30,7 @@ from zinf_fx.placement import Placement, Tier
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.memory.use import chunk_buffers, host_states, staying_on_device
-from zinf_fx.plan.placement.decision import needed_with_values
+from zinf_fx.plan.placement.decision import as_placed, needed_with_values
 from zinf_fx.plan.placement.placing import Rooms, capacities
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
@@ -325,6 +325,7 @@ def figures_of(plan: Plan, hardware: Hardware, layers: Fraction = Fraction(1)) -
     model has. Raises: ConfigError for a dtype without a peak."""
     there = capacities(hardware, plan.world_size)
     values, needed = needed_with_values(plan, there)
+    plan = as_placed(plan, there)
     simulation = simulate_plan(plan, hardware)
     activations = {tile.label: tile.held_nbytes for tile in plan.tiles if tile.activation}
     moved = dict.fromkeys(_MOVES, Moved())
@@ -348,6 +349,7 @@ def figures_of(plan: Plan, hardware: Hardware, layers: Fraction = Fraction(1)) -
             trained_in(plan) * math.ceil(layers),
             elements=plan.regions.chunk_elements,
             count=plan.regions.chunk_count,
+            own_memory=plan.has_own_memory,
         ).total,
         values=values,
         activations=plan.kept + sum(activations.values()),

@@ -48,16 +48,18 @@ class BytesOfElement(NamedTuple):
     scratch: int
 
     @classmethod
-    def of(cls, tile: Tile) -> BytesOfElement:
-        """Return what the update of a tile's parameters takes."""
+    def of(cls, tile: Tile, own_memory: bool = False) -> BytesOfElement:
+        """Return what the update of a tile's parameters takes of host memory. `own_memory`: the device has memory of
+        its own, which has the scratch of what is updated there."""
         size = tile.dtype.itemsize
         written = sum(tile.states.bytes_each) * (tile.state_tier == "nvme") + size * (tile.tier == "nvme")
-        return cls(written + size * (tile.gradient_tier == "nvme"), written, tile.states.scratch_bytes)
+        scratch = 0 if own_memory and tile.state_tier == "device" else tile.states.scratch_bytes
+        return cls(written + size * (tile.gradient_tier == "nvme"), written, scratch)
 
     @classmethod
-    def at_most(cls, tiles: Iterable[Tile]) -> BytesOfElement:
+    def at_most(cls, tiles: Iterable[Tile], own_memory: bool = False) -> BytesOfElement:
         """Return the most that the update of any of some tiles' parameters takes."""
-        return cls(*(max(sizes) for sizes in zip(*map(cls.of, tiles), strict=True)))
+        return cls(*(max(sizes) for sizes in zip(*(cls.of(tile, own_memory) for tile in tiles), strict=True)))
 
 
 def scratch_bytes(of_element: BytesOfElement, elements: int) -> int:
@@ -114,7 +116,7 @@ def update_of(
         )
         for slices in cuts
     )
-    of_element = BytesOfElement.at_most(trained)
+    of_element = BytesOfElement.at_most(trained, plan.has_own_memory)
     scratch, nbytes = scratch_bytes(of_element, elements), elements * of_element.opened
     starts = (part_of(number, nbytes, scratch, together).start for number in range(len(chunks)))
     room = plan.regions.chunks or math.inf  # which ends early where all chunks together take less
@@ -222,6 +224,6 @@ def prefetched_bytes(plan: Plan) -> int:
     if not early:
         return 0
     slices = [(BytesOfElement.of(plan.tiles[part.tile]), part) for chunk in early for part in chunk.slices]
-    of_element = BytesOfElement.at_most(trained_in(plan))
+    of_element = BytesOfElement.at_most(trained_in(plan), plan.has_own_memory)
     scratch = scratch_bytes(of_element, plan.regions.chunk_elements)
     return scratch + sum(of_tile.written * charged(part.count) for of_tile, part in slices)

@@ -33,7 +33,7 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
     tiles, on_device = host_buffers(plan), device_buffers(plan)
     limit = plan.config.host_memory
     whole = plan_chunk_buffers(plan).elements
-    forward = range(clock.starts[1]) if plan.graphs[0].kind == "forward" else range(0)
+    forward = _in_forward(clock)
     forms = [(CHUNKS, whole // divisor, forward) for divisor in _SMALLER] + [(CHUNKS, whole, range(0))]
     if (count := chunks_wanted(replace(plan, update=update_of(plan, whole)), rates)) > CHUNKS:
         few, more = (plan_chunk_buffers(plan, whole, number).total for number in (CHUNKS, CHUNKS + 1))
@@ -58,6 +58,26 @@ def layout_of(plan: Plan, rates: Rates) -> tuple[tuple[Mapping[int, int], ...], 
     in_chunk = plan_chunk_buffers(plan, elements).elements
     regions = MemoryRegions(host.nbytes, device.nbytes, sum(chunk.nbytes for chunk in chunks), in_chunk, count)
     return offsets, regions, update_of(replace(plan, regions=regions))
+
+
+def for_own_memory(plan: Plan) -> Plan:
+    """The plan with the regions that it takes where the device has memory of its own.
+
+    There, a tile is in host memory from its fetch until it is uploaded, no longer, and shards are gathered on the
+    device. A plan for the CPU has both in host memory, until the tile's release.
+    """
+    copied = replace(plan, graphs=tuple(replace(graph, has_own_memory=True) for graph in plan.graphs))
+    clock, few = Clock(copied), plan.regions.chunk_count == CHUNKS
+    chunks = chunk_buffers_of(copied, _in_forward(clock) if few else clock.always)
+    host = pack([*chunks, *host_buffers(copied)], clock.end, bottom=len(chunks))
+    device = pack(device_buffers(copied), clock.end)
+    in_chunks = sum(chunk.nbytes for chunk in chunks)
+    return replace(copied, regions=replace(plan.regions, host=host.nbytes, device=device.nbytes, chunks=in_chunks))
+
+
+def _in_forward(clock: Clock) -> range:
+    """The times of the forward graph, in which the optimizer's step may go on."""
+    return range(clock.starts[1]) if clock.plan.graphs[0].kind == "forward" else range(0)
 
 
 def chunk_buffers_of(

@@ -107,15 +107,17 @@ def chunk_buffers(
     room: int | None = None,
     elements: int | None = None,
     count: int = CHUNKS,
+    own_memory: bool = False,
 ) -> ChunkBuffers:
-    """The buffers of a step of Adam.
+    """The buffers of a step of Adam in host memory.
 
     `room`: what the arena has left, where it is limited; a chunk takes at most a quarter of it. `elements`: of a chunk,
     at most; default as `config` says. `count`: of chunks that are there at a time.
+    `own_memory`: as of `BytesOfElement.of`.
     """
     if not trained:
         return ChunkBuffers()
-    opened, written, scratch = of_element = BytesOfElement.at_most(trained)
+    opened, written, scratch = of_element = BytesOfElement.at_most(trained, own_memory)
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     chunk = elements_of_chunk(chunk, opened + scratch, room)
     together = 0  # bytes that the update of all takes
@@ -142,7 +144,7 @@ def plan_chunk_buffers(plan: Plan, elements: int | None = None, count: int | Non
     if room is not None:
         now = profile(host_buffers(plan), Clock(plan).end)[Clock(plan).step]
         room -= host_states(plan).total + now
-    return chunk_buffers(plan.config, trained_in(plan), room, elements, count)
+    return chunk_buffers(plan.config, trained_in(plan), room, elements, count, plan.has_own_memory)
 
 
 def host_arena(plan: Plan) -> list[HostUse]:

@@ -15,6 +15,7 @@ from zinf_fx.errors import BudgetError, ZinfError
 from zinf_fx.placement import TIERS, Placement, PlacementRules, Tier
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.memory.accounting import flows
+from zinf_fx.plan.memory.layout import for_own_memory
 from zinf_fx.plan.memory.use import living_on, peak_device_bytes, peak_host_bytes, staying_on_device
 from zinf_fx.plan.placement.placing import Rooms, Sizes, by_rule, bytes_by_tier, capacities, placements_near, tier_of
 from zinf_fx.plan.plan import Plan
@@ -225,14 +226,18 @@ def _held(plans: Sequence[Plan], placement: Placement | PlacementRules, there: R
     return Candidate(placement, **needed, refused=refused, exceeded=exceeded)
 
 
+def as_placed(plan: Plan, there: Rooms) -> Plan:
+    """The plan as it is where these memories are: a model on the meta device is planned as for a CPU."""
+    return for_own_memory(plan) if there.host and not plan.has_own_memory else plan
+
+
 def needed_by(plan: Plan, there: Rooms) -> dict[Tier, int]:
     """Bytes of a rank in each memory, with what is in flight at most."""
-    device, host = peak_device_bytes(plan), peak_host_bytes(plan)
+    device, host = peak_device_bytes(plan), peak_host_bytes(as_placed(plan, there))
     if not there.host:
         device, host = device + host, 0
     elif not plan.has_own_memory:
-        # A model on the meta device is planned as for a CPU. This device has its own copies of the tiles in use, for
-        # which such a plan sets nothing apart.
+        # The plan's budget is for what is in flight, without the gaps between buffers in a region of the device.
         moved = [flow.device for graph in plan.graphs for flow in flows(plan, graph)]
         device = staying_on_device(plan) + max(moved, default=0)
     return {"device": device, "host": host, "nvme": living_on("nvme", plan.tiles, plan.stage).total}
