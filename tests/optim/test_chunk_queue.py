@@ -79,7 +79,7 @@ def test_bytes_that_wait_are_those_that_came_and_did_not_go() -> None:
     several = [SimpleNamespace(parameter=object(), gradient=None) for _ in range(3)]
     for number, states in enumerate(several[:2]):
         progress.hold(states.parameter, 10 + number)
-    progress.finish(several[1:], ())
+    progress.finish({states.parameter: states for states in several[1:]}, ())
     assert progress.bytes_held == 10
     progress.end()
     assert progress.bytes_held == 0

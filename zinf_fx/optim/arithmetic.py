@@ -83,25 +83,51 @@ def step_without_hooks(inner: Optimizer) -> None:
     step(inner)
 
 
-class Lists:
-    """What a class of torch.optim lists at the begin of each step (`_init_group`): its parameters, their gradients, and
-    what is in their states. While the states have the same objects, only the gradients are others."""
+class TensorLists:
+    """Tensors that a torch class updates in one call, with their states, from step to step.
 
-    def __init__(self) -> None:
-        self._known: tuple[object, list[tuple[object, ...]]] | None = None  # what it returns, and all but gradients
+    The classes of torch.optim list their parameters, their gradients, and what is in their states at the begin of each
+    step (`_init_group`). While the states have the same objects, only the gradients are others, and the lists serve.
+
+    Attributes:
+        weights: the tensors.
+        state: theirs, as the class keeps it.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[State]) -> None:
+        """`states`: of each of the weights."""
+        self.weights = weights
+        self.state: defaultdict[torch.Tensor, State] = defaultdict(dict, zip(weights, states, strict=True))
+        self._known: tuple[object, list[tuple[object, ...]]] | None = None  # what the class lists, but for gradients
+        self.take_over_states()
+
+    def take_over_states(self) -> None:
+        """The states have the objects that they are to have."""
+        self._values = values_of(self.state.values())
+
+    def step(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> bool:
+        """A step of `inner`, borrowed without parameters. Returns whether the same objects are all that is in the
+        states afterwards."""
+        inner.param_groups[0]["params"] = list(self.weights)
+        inner.state = self.state
+        with self._served(inner, gradients) as known:
+            step_without_hooks(inner)
+        # A class that is given its lists works on what is in them, and puts nothing else in the states.
+        same = known or same_objects(values_of(self.state.values()), self._values)
+        if not same:
+            self._known = None
+        return same
 
     @contextmanager
-    def served(
-        self, inner: Optimizer, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> Iterator[bool]:
-        """In the block, `inner`, a class over `weights`, has these gradients: in its lists, where these are known; else
-        each in the weight's `grad`, and what its class makes of them is noted. Yields whether they are known."""
+    def _served(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> Iterator[bool]:
+        """In the block, `inner` has these gradients: in its lists, where these are known; else each in the weight's
+        `grad`, and what its class makes of them is noted. Yields whether they are known."""
         known, makes = self._known, type(inner).__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
 
         def give(group: Group, *lists: list[object]) -> object:
             result, (parameters, *states) = known
-            for some, values in zip(lists, (parameters, gradients, *states), strict=True):
-                some.extend(values)
+            for to_fill, values in zip(lists, (parameters, gradients, *states), strict=True):
+                to_fill.extend(values)
             return result
 
         def note(group: Group, *lists: list[object]) -> object:
@@ -113,41 +139,13 @@ class Lists:
         if makes:  # another class may look at the parameters elsewhere, too
             inner._init_group = note if known is None else give
         try:
-            for weight, gradient in zip(weights, gradients, strict=True) if known is None else ():
+            for weight, gradient in zip(self.weights, gradients, strict=True) if known is None else ():
                 weight.grad = gradient
             yield known is not None
         finally:
             vars(inner).pop("_init_group", None)  # which holds it
-            for weight in weights if known is None else ():
+            for weight in self.weights if known is None else ():
                 weight.grad = None
-
-    def forget(self) -> None:
-        """There are other objects in the states."""
-        self._known = None
-
-
-def step_together(
-    inner: Optimizer,
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    state: defaultdict[torch.Tensor, State],
-    values: Sequence[object],
-    lists: Lists,
-) -> bool:
-    """A step of `inner`, borrowed without parameters, over `weights` and their `state`.
-
-    `values`: all that is in the state. `lists`: those of the last step with the same. Returns whether the same objects
-    are all that is in it afterwards.
-    """
-    inner.param_groups[0]["params"] = list(weights)
-    inner.state = state
-    with lists.served(inner, weights, gradients) as known:
-        step_without_hooks(inner)
-    # A class that is given its lists works on what is in them, and puts nothing else in the states.
-    same = known or same_objects(values_of(state.values()), values)
-    if not same:
-        lists.forget()
-    return same
 
 
 def values_of(states: Iterable[State]) -> list[object]:
@@ -160,17 +158,23 @@ def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def show(entry: State, scalars: State) -> None:
-    """Have a state show what isn't stored, as torch does: tensors in place, so that a batch comes again."""
-    for name, value in scalars.items():
-        shown = entry.get(name)
-        if shown is value:
-            continue
-        kinds = [(one.shape, one.dtype, one.device) for one in (shown, value) if isinstance(one, torch.Tensor)]
-        if len(kinds) == 2 and kinds[0] == kinds[1]:
-            shown.copy_(value)
-        else:
-            entry[name] = value
+def show(entries: Iterable[State], states: Iterable[State]) -> None:
+    """Have entries show states that aren't stored, as torch does: tensors in place, so that a batch comes again."""
+    shown: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for entry, state in zip(entries, states, strict=True):
+        for name, value in state.items():
+            present = entry.get(name)
+            if present is value:
+                continue
+            both = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
+            if both and (present.shape, present.dtype, present.device) == (value.shape, value.dtype, value.device):
+                shown.append(present)
+                values.append(value)
+            else:
+                entry[name] = value
+    if shown:
+        torch._foreach_copy_(shown, values)
 
 
 def _give_first_states(inner: torch.optim.Adagrad) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.adam import STATE_BYTES
-from zinf_fx.optim.arithmetic import Group, Lists, State, borrow, copied, same_objects, show
+from zinf_fx.optim.arithmetic import Group, State, TensorLists, borrow, copied, same_objects, show
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.partial_step import Progress
-from zinf_fx.optim.slices import OpenSlice, OpenWhole, SliceStates, UpdateGroup
+from zinf_fx.optim.slices import OpenSlice, OpenWhole, SliceStates, Update, UpdateGroup
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import at_the_same_time
 from zinf_fx.optim.update import Operands, update_elements
@@ -59,18 +59,20 @@ class Part(NamedTuple):
 
 @dataclass
 class Call:
-    """One call of the torch class: elements of members of one update group. What isn't stored are copies of what the
-    optimizer shows, which shows the new ones once all is on its way to the store.
+    """One call of the torch class: elements of members of one update group.
 
     Attributes:
-        repeats: whether the class left everything where it was, so that the next step may make the same call.
+        ended: numbers of the slices whose last part this is, in the order of calls.
+        operands: of each part. What isn't stored are copies of what the optimizer shows, which shows the new ones once
+            all is on its way to the store.
+        lists: what the next call over the same operands is made with, if the class left everything where it was.
     """
 
     group: UpdateGroup
     parts: Sequence[Part]
-    operands: Sequence[Operands]
-    lists: Lists = field(default_factory=Lists)
-    repeats: bool = False
+    ended: Sequence[int]
+    operands: Sequence[Operands] = ()
+    lists: TensorLists | None = None
 
 
 class Chunk:
@@ -78,25 +80,36 @@ class Chunk:
 
     def __init__(self, slices: Sequence[SliceStates]) -> None:
         self.slices, self.kind = slices, slices[0].kind
-        self._parts: dict[int, list[tuple[UpdateGroup, list[Part]]]] = {}  # by how many elements a call has
-        self._last: tuple[list[list[torch.Tensor]], list[Call]] | None = None  # arrays, and the calls over them
+        self._calls: tuple[int, list[Call]] = 0, []  # by how many elements a call has
+        self._arrays: list[list[torch.Tensor]] | None = None  # over which the same calls can be made again
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # in the calls, of what is shown
 
-    @property
+    @cached_property
     def converts(self) -> bool:
         """Whether anything is stored in another dtype or format than the update computes in."""
-        return not self.kind.whole and any(states.scratch_rows for updated in self.slices for states in updated.members)
+        return not self.kind.whole and any([states.scratch_rows for piece in self.slices for states in piece.members])
 
-    def parts(self, elements: int) -> list[tuple[UpdateGroup, list[Part]]]:
-        """What is updated in one call: at most so many elements, of one group."""
-        if elements not in self._parts:
-            self._parts = {elements: list(self._divided(elements))}
-        return self._parts[elements]
+    def calls(self, opened: Sequence[OpenSlice], elements: int) -> list[Call]:
+        """The calls of the torch class, over at most so many elements each."""
+        if self._calls[0] != elements:
+            self._arrays, self._calls = None, (elements, self._divided(elements))
+        _, calls = self._calls
+        arrays, self._arrays = self._arrays, None
+        if arrays is not None and same_objects(arrays, _arrays_of(opened)):
+            copies, shown = self._copies
+            if copies:
+                torch._foreach_copy_(copies, shown)
+            return calls
+        for call in calls:
+            call.operands, call.lists = [self._operands(part, opened) for part in call.parts], None
+        return calls
 
-    def _divided(self, elements: int) -> Iterator[tuple[UpdateGroup, list[Part]]]:
+    def _divided(self, elements: int) -> list[Call]:
         by_group: dict[UpdateGroup, list[tuple[int, int]]] = {}
         for number, states in enumerate(self.slices):
             for member, update in enumerate(states.updates):
                 by_group.setdefault(update.group, []).append((number, member))
+        divided: list[tuple[UpdateGroup, list[Part]]] = []
         for group, members in by_group.items():
             counts = [len(self.slices[number].elements[member]) for number, member in members]
             for pieces in cut([Member([range(count)]) for count in counts], elements):
@@ -106,54 +119,56 @@ class Chunk:
                     number, member = members[at]
                     ends = some.stop == counts[at] and self.slices[number].is_last
                     parts.append(Part(number, member, some, ends))
-                yield group, parts
+                divided.append((group, parts))
+        latest = {part.slice: number for number, (_, parts) in enumerate(divided) for part in parts}
+        ended = [[updated for updated, last in latest.items() if last == number] for number in range(len(divided))]
+        return [Call(group, parts, ends) for (group, parts), ends in zip(divided, ended, strict=True)]
 
-    def calls(self, opened: Sequence[OpenSlice], elements: int, shown: Mapping[torch.Tensor, State]) -> list[Call]:
-        """The calls of the torch class, over at most so many elements each. `shown`: the optimizer's state."""
-        arrays = [array for opened_slice in opened for array in opened_slice.arrays]
-        last, self._last = self._last, None
-        if last is not None and same_objects(last[0], arrays):
-            calls = last[1]
-            numbers = [self._numbers(part, call.group, shown) for call in calls for part in call.parts]
-            copies = [operands.numbers for call in calls for operands in call.operands]
-            pairs = [(copy[name], mine[name]) for copy, mine in zip(copies, numbers, strict=True) for name in copy]
-            tensors = [pair for pair in pairs if isinstance(pair[0], torch.Tensor)]
-            if tensors:
-                torch._foreach_copy_(*map(list, zip(*tensors, strict=True)))
-            return calls
-        return [self._call(group, parts, opened, shown) for group, parts in self.parts(elements)]
+    def _operands(self, part: Part, opened: Sequence[OpenSlice]) -> Operands:
+        numbers = copied(numbers_of(self.slices[part.slice].updates[part.member]))
+        return opened[part.slice].operands(part.member, part.elements, numbers)
 
-    def _call(
-        self,
-        group: UpdateGroup,
-        parts: Sequence[Part],
-        opened: Sequence[OpenSlice],
-        shown: Mapping[torch.Tensor, State],
-    ) -> Call:
-        numbers = [copied(self._numbers(part, group, shown)) for part in parts]
-        several = zip(parts, numbers, strict=True)
-        return Call(group, parts, [opened[p.slice].operands(p.member, p.elements, own) for p, own in several])
-
-    def _numbers(self, part: Part, group: UpdateGroup, shown: Mapping[torch.Tensor, State]) -> State:
-        return numbers_of(self.slices[part.slice].members[part.member], group, shown)
-
-    def keep(self, calls: list[Call], opened: Sequence[OpenSlice]) -> None:
-        """The calls are made. Keep them for the next step, if all of them may be repeated."""
-        if all(call.repeats for call in calls):
-            self._last = [array for opened_slice in opened for array in opened_slice.arrays], calls
+    def keep(self, opened: Sequence[OpenSlice]) -> None:
+        """The calls are made, and what the class left is shown. Keep them for the next step, if all may be repeated."""
+        _, calls = self._calls
+        if any([call.lists is None for call in calls]):
+            self._forget()
+            return
+        arrays = _arrays_of(opened)
+        self._copies = [], []
+        for call in calls:
+            for part, operands in zip(call.parts, call.operands, strict=True):
+                entry = self.slices[part.slice].updates[part.member].entry
+                for name, copy in operands.numbers.items():
+                    if not (isinstance(copy, torch.Tensor) and isinstance(entry.get(name), torch.Tensor)):
+                        self._forget()
+                        return
+                    self._copies[0].append(copy)
+                    self._copies[1].append(entry[name])
+        self._arrays = arrays
 
     def let_go_of_gradients(self) -> None:
         """The gradients are consumed, or the update has failed."""
         if any([states.let_go_of_gradients() for states in self.slices]):
-            self._last = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Hold no memory that was updated."""
+        self._arrays, self._copies = None, ([], [])
+        for call in self._calls[1]:
+            call.operands, call.lists = (), None
 
 
-def numbers_of(states: ParameterStates, group: UpdateGroup, shown: Mapping[torch.Tensor, State]) -> State:
+def _arrays_of(opened: Sequence[OpenSlice]) -> list[list[torch.Tensor]]:
+    return [array for opened_slice in opened for array in opened_slice.arrays]
+
+
+def numbers_of(update: Update) -> State:
     """The states of a parameter that aren't stored, where the class counts steps: fused kernels do so where they run,
     and the others on the CPU."""
-    place = group.kind.place if group.options.get("fused") else CPU
-    entry = shown[states.parameter.whole]
-    return {name: moved(value, place) for name, value in entry.items() if name not in states.tensors}
+    place = update.group.kind.place if update.group.options.get("fused") else CPU
+    stored = update.states.tensors
+    return {name: moved(value, place) for name, value in update.entry.items() if name not in stored}
 
 
 class OpenChunk:
@@ -236,15 +251,11 @@ class ChunkUpdate:
         unscales: whether the arithmetic divides the gradients by a GradScaler's scale.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, kind: type[Optimizer], shown: dict[torch.Tensor, State], progress: Progress
-    ) -> None:
-        """`kind`: the class. `shown`: what the optimizer shows of states. `progress` is told which parameters are begun
-        and finished."""
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer], progress: Progress) -> None:
+        """`kind`: the class. `progress` is told which parameters are begun and finished."""
         self._kind = kind
         # Classes of others may have what can't be used by two threads at the same time.
         self._runs_in_threads = kind.__module__.startswith("torch.optim.")
-        self._shown = shown
         self._progress = progress
         self._template = borrow(optimizer, kind, {}, [])
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
@@ -267,7 +278,8 @@ class ChunkUpdate:
         """
         for opened_slice in opened.slices:
             opened_slice.wait()
-        self._progress.begun.update(parameter for states in opened.chunk.slices for parameter in states.parameters)
+        for opened_slice in opened.slices:
+            self._progress.begun.update(opened_slice.states.parameters)
         if opened.chunk.kind.whole:
             for opened_slice in opened.slices:
                 self._update_whole(opened_slice)
@@ -276,8 +288,7 @@ class ChunkUpdate:
 
     def _update_elements(self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None) -> None:
         chunk = opened.chunk
-        calls = chunk.calls(opened.slices, elements, self._shown)
-        left = Counter(part.slice for call in calls for part in call.parts)
+        calls = chunk.calls(opened.slices, elements)
         count = min(count, len(calls)) if self._runs_in_threads else 1
         rooms: Sequence[torch.Tensor | None] = [scratch] * count
         if scratch is not None:
@@ -289,39 +300,38 @@ class ChunkUpdate:
         with closing(at_the_same_time(_run, lanes, calls)) as updated:
             for call, _ in zip(calls, updated, strict=True):
                 for part, operands in zip(call.parts, call.operands, strict=True):
-                    left[part.slice] -= 1
                     if part.ends:
                         numbers[chunk.slices[part.slice].members[part.member]] = operands.numbers
-                    if not left[part.slice]:
-                        self._store(opened.slices[part.slice], numbers)
-        chunk.keep(calls, opened.slices)
+                for number in call.ended:
+                    self._store(opened.slices[number], numbers)
+        chunk.keep(opened.slices)
 
     def _update_whole(self, opened: OpenWhole) -> None:
-        ((group, states),) = opened.states.updates
-        numbers = copied(numbers_of(states, group, self._shown))
-        numbers = opened.update(self.borrowed(group.options, group.kind.place), numbers)
-        self._store(opened, {states: numbers})
+        (update,) = opened.states.updates
+        inner = self.borrowed(update.group.options, update.group.kind.place)
+        self._store(opened, {update.states: opened.update(inner, copied(numbers_of(update)))})
 
     def _store(self, opened: OpenSlice, numbers: Mapping[ParameterStates, State]) -> None:
         """A slice is updated, and all before it. Start writing it, and show the states of members that end with it.
         `numbers`: those that aren't stored."""
         opened.store(unscaled=self.unscales)
-        if opened.states.is_last:
-            kind = opened.states.kind
-            for states in opened.states.members:
-                show(self._shown[states.parameter.whole], numbers[states])
-                if kind.is_first or kind.whole or states.has_master:
-                    self._show_stored(states, opened.names)
-            self._progress.finish(opened.states.members, opened.states.touched)
+        updated = opened.states
+        if not updated.is_last:
+            return
+        show([update.entry for update in updated.updates], [numbers[states] for states in updated.members])
+        if updated.kind.is_first or updated.kind.whole or updated.has_masters:
+            for update in updated.updates:
+                _show_stored(update, opened.names)
+        self._progress.finish(updated.parameters, updated.touched)
 
-    def _show_stored(self, states: ParameterStates, names: Iterable[str]) -> None:
-        parameter = states.parameter
-        entry = self._shown[parameter.whole]
-        entry.update((name, parameter.shown(states.tensors[name])) for name in (*names, *states.masters))
-        if states.has_master:
-            states.version = parameter.stored.bytes.version
+
+def _show_stored(update: Update, names: Iterable[str]) -> None:
+    states, parameter = update.states, update.states.parameter
+    update.entry.update((name, parameter.shown(states.tensors[name])) for name in (*names, *states.masters))
+    if states.has_master:
+        states.version = parameter.stored.bytes.version
 
 
 def _run(lane: _Lane, call: Call) -> None:
-    is_in_place = update_elements(lane.inner(call.group), call.operands, lane.scratch, call.lists)
-    call.repeats = is_in_place and call.group.kind.place is CPU
+    lists = update_elements(lane.inner(call.group), call.operands, lane.scratch, call.lists)
+    call.lists = lists if call.group.kind.place is CPU else None

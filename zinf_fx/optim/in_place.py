@@ -12,16 +12,15 @@ a parameter with a master.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, Lists, State, same_objects, step_together, values_of
+from zinf_fx.optim.arithmetic import Group, State, TensorLists, same_objects, values_of
 from zinf_fx.optim.formats import MASTER
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.states import ParameterStates
@@ -115,37 +114,28 @@ class Together:
         dtypes: of the parameters.
         rounded: over the bytes of those with a master, which take its values; there is no other kind with them.
         written: what autograd sees the writes of an update by.
-        state: as the class keeps it, by the weights.
-        values: all that is in it.
-        lists: what the class made of them in the last step.
+        lists: what the class steps, with its states.
     """
 
     place: Device
     residents: Sequence[Resident]
     parameters: Sequence[StoredTensor]
-    weights: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
     rounded: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
-    state: defaultdict[torch.Tensor, State]
-    values: list[object]
-    lists: Lists = field(default_factory=Lists)
+    lists: TensorLists
 
     @staticmethod
     def of(residents: Sequence[Resident]) -> Together:
         """Those of one place."""
-        weights = [one.weights for one in residents]
-        states = [one.state for one in residents]
         return Together(
             residents[0].place,
             residents,
             [one.parameter for one in residents],
-            weights,
             [one.value.dtype for one in residents],
             [one.value for one in residents if one.has_master],
             list(chain.from_iterable(one.written for one in residents)),
-            defaultdict(dict, zip(weights, states, strict=True)),
-            values_of(states),
+            TensorLists([one.weights for one in residents], [one.state for one in residents]),
         )
 
     def gradients(self) -> list[torch.Tensor] | None:
@@ -159,10 +149,10 @@ class Together:
         """A step of `inner`, the class with its options. Returns whether the same objects are all that is in the state
         afterwards."""
         if self.rounded:
-            gradients = _copies(gradients, self.weights)
-        same = step_together(inner, self.weights, gradients, self.state, self.values, self.lists)
+            gradients = _copies(gradients, self.lists.weights)
+        same = self.lists.step(inner, gradients)
         if self.rounded:
-            torch._foreach_copy_(self.rounded, self.weights)
+            torch._foreach_copy_(self.rounded, self.lists.weights)
             for one in self.residents:
                 one.master_is_rounded()
         return same
@@ -217,7 +207,7 @@ class ResidentGroup:
         self._entries = list(self._of_optimizer.values())  # of all its parameters
         self._shown = values_of(self._shown_of)
         for one in self._together or ():
-            one.values[:] = values_of(one.state.values())
+            one.lists.take_over_states()
 
     def is_as_seen(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts

@@ -147,13 +147,14 @@ class Progress:
         self._held.clear()
         self._bytes_went = self._bytes_came
 
-    def finish(self, several: Sequence[ParameterStates], touched: Iterable[int]) -> None:
+    def finish(self, parameters: Mapping[StoredTensor, ParameterStates], touched: Iterable[int]) -> None:
         """These parameters are updated: let others see them. `touched`: keys of the storages that are final."""
         self.pending.difference_update(touched)
-        for states in several:
-            self.finished.add(states.parameter)
-            self._bytes_went += self._held.pop(states.parameter, 0)
+        self.finished.update(parameters)
+        for states in parameters.values():
             states.gradient = None
+            if self._held:
+                self._bytes_went += self._held.pop(states.parameter, 0)
 
     def torn(
         self, error: BaseException, stored: dict[torch.Tensor, ParameterStates], concerned: Collection[StoredTensor]

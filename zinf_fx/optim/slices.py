@@ -21,6 +21,7 @@ from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.update import Operands, take_over_written
 from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.tensor.storage import settle
 from zinf_fx.runtime.tensor.stored_bytes import side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
@@ -90,10 +91,15 @@ class UpdateGroups:
 
 
 class Update(NamedTuple):
-    """How a parameter is updated, and what of it."""
+    """How a parameter is updated, and what of it.
+
+    Attributes:
+        entry: what the optimizer shows of its states.
+    """
 
     group: UpdateGroup
     states: ParameterStates
+    entry: State
 
     def joins(self, other: Update) -> bool:
         """Whether all arrays of the parameter lie behind those of the other one, and the same is done with both."""
@@ -115,13 +121,18 @@ class SliceStates:
         self.members = [update.states for update in updates]
         self.kind = updates[0].group.kind
 
+    @cached_property
+    def parameters(self) -> dict[StoredTensor, ParameterStates]:
+        """Each member's parameter, in order, with its states."""
+        return {states.parameter: states for states in self.members}
+
     @property
-    def parameters(self) -> list[StoredTensor]:
-        return [states.parameter for states in self.members]
+    def has_masters(self) -> bool:
+        return self.members[0].has_master
 
     @cached_property
     def parameter_row(self) -> Row:
-        return self._row(self.parameters, self.elements)
+        return self._row(list(self.parameters), self.elements)
 
     @cached_property
     def gradient_row(self) -> Row | None:
@@ -166,9 +177,6 @@ class SliceStates:
 
     def open(self) -> OpenSlice:
         """Open the windows of weights and states. Raises: StoreError; no window is open then."""
-        for states in self.members:
-            for tensor in (states.parameter, *states.tensors.values()):
-                tensor.stored.settled()
         return OpenWhole(self) if self.kind.whole else OpenSlice(self)
 
 
@@ -184,6 +192,8 @@ class StoredRow:
             for storage, some in zip(storages, elements, strict=True)
         ]
         self._is_leased = all(storage.lease is not None for storage in storages)
+        self._keys = frozenset(storage.key for storage in storages)
+        self._shares = [storage.share for storage in storages]
         # Of whole members, with what lies between them.
         is_run = len(several) > 1
         self._start, self._count = (0, self._held.count) if is_run else (firsts[0], len(elements[0]))
@@ -196,7 +206,8 @@ class StoredRow:
         return self._is_leased and (self._held.tier == "nvme" or self._held.allocation.is_reused)
 
     def open(self, place: Device, load: bool) -> Window | DeviceWindow:
-        """Open a window with all of them, where `place` computes."""
+        """Open a window with all of them, where `place` computes, once nothing else is about to change them."""
+        settle(self._held.tiers, self._keys, self._shares)
         window = self._held.window if place.in_host_memory else self._held.device_window
         return window(self._start, self._count, load=load)
 
@@ -284,8 +295,6 @@ class OpenSlice(OpenWindows):
     def open_gradient(self) -> None:
         """Open the gradients, which are final. Raises: StoreError."""
         row = self.states.gradient_row
-        for states in self.states.members if row is not None else ():
-            states.gradient.stored.settled()
         self._gradient = None if row is None else self._open(row, True)
 
     @property

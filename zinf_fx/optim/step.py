@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
-from zinf_fx.optim.arithmetic import State
 from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, PrefetchedStates
 from zinf_fx.optim.chunks import ChunkUpdate
 from zinf_fx.optim.in_place import ResidentCall
@@ -53,18 +52,17 @@ class StreamedStep:
         self,
         optimizer: Optimizer,
         kind: type[Optimizer],
-        state: dict[torch.Tensor, State],
         stored: dict[torch.Tensor, ParameterStates],
         failed: Callable[[TornStep], None],
         ahead: PrefetchedStates | None = None,
     ) -> None:
-        """`state`: what the optimizer shows. `stored`: where each parameter's states live. `failed` is told how a step
+        """`stored`: where each parameter's states live. `failed` is told how a step
         failed that changed anything. `ahead`: what was read for this one."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
         self._stored = stored
         self._failed = failed
         self._progress = Progress(optimizer)
-        self._update = ChunkUpdate(optimizer, kind, state, self._progress)
+        self._update = ChunkUpdate(optimizer, kind, self._progress)
         self._queue = ChunkQueue(stored, self._progress, ahead)
         self._batches: list[UpdateBatch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
@@ -98,7 +96,7 @@ class StreamedStep:
         torch.autograd.graph.increment_version(batch.wholes)
         announce_writes(batch.bytes)
         self._overlaps &= owned or batch.streams_gradients
-        for group, states in batch.in_shares:
+        for group, states, _ in batch.in_shares:
             share = states.parameter.stored.share
             share.stale |= not (share.partitioned or group.kind.whole)
             self._overlaps &= not group.kind.whole  # what is collective has its turn

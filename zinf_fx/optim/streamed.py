@@ -367,7 +367,7 @@ class Streamed(Optimizer):
         with torch.no_grad():
             layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
             updates = [self._update_of(parameter, layouts) for parameter in parameters if parameter in self._groups]
-        for _, states in updates:
+        for _, states, _ in updates:
             states.parameter.grad = gone(states.parameter, states.gradient)
         if updates:
             step.add(UpdateBatch(updates), owned=True)
@@ -515,7 +515,7 @@ class Streamed(Optimizer):
         self._groups_updated.begin_step(self.param_groups)
         numbered = ((number, p) for number, group in enumerate(groups) for p in group["params"])
         self._groups = {p if type(p) is StoredTensor else local_input(p): number for number, p in numbered}
-        step = self._last_step = StreamedStep(self, self._arithmetic, self._state, self._kept.states, tear, ahead)
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._kept.states, tear, ahead)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False
@@ -542,10 +542,11 @@ class Streamed(Optimizer):
         check_gradient(parameter)
         layout = layouts(number).of(parameter, self._kept.dtype(parameter))
         states = self._kept.reserve(parameter, layout, self._state)
-        present = states.take_over_shown(self._state[parameter.whole])
+        entry = self._state[parameter.whole]
+        present = states.take_over_shown(entry)
         states.gradient = parameter.grad
         states.look_for_writes(present)
-        return Update(self._groups_updated.of(number, group, states, layout, present), states)
+        return Update(self._groups_updated.of(number, group, states, layout, present), states, entry)
 
 
 @torch._disable_dynamo

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Lists, State, step_together, values_of
+from zinf_fx.optim.arithmetic import State, TensorLists
 from zinf_fx.optim.formats import MASTER, MASTER_UP, computed, join, kind_of, split, store_computed
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
@@ -36,66 +35,76 @@ class Operands:
     numbers: State
 
 
-def update_elements(inner: Optimizer, operands: Sequence[Operands], scratch: torch.Tensor | None, lists: Lists) -> bool:
+def update_elements(
+    inner: Optimizer, operands: Sequence[Operands], scratch: torch.Tensor | None, lists: TensorLists | None = None
+) -> TensorLists | None:
     """Update elements of some parameters by one step of `inner`, a torch class with options and no parameters yet.
 
     Everything is updated where it is stored. This is the whole of what a step computes with elements, so that a kernel
     that knows the class and the formats can take its place.
 
     Args:
+        operands: of parameters that have the same states.
         scratch: in the dtype of the update, [rows, elements], each parameter's rounded up to WINDOW_ALIGNMENT: for what
             is stored in another dtype or format than the update computes in. None where nothing is.
-        lists: what the class made of the same operands before.
+        lists: what the last update of the same operands returned.
 
     Returns:
-        Whether nothing but the operands themselves was updated, so that the same ones and `lists` serve again.
+        What serves in the next update of the same operands; None where others than the operands were updated.
     """
+    names = [name for name in operands[0].states if kind_of(name, operands[0].states) is None]
+    gradients = [of_parameter.gradient for of_parameter in operands]
+    in_place = lists is not None
+    if lists is None:
+        lists, gradients, in_place = _computed_with(operands, names, scratch)
+    in_place = lists.step(inner, gradients) and in_place
+    if not in_place:
+        for of_parameter, weight in zip(operands, lists.weights, strict=True):
+            _store_states(of_parameter, names, lists.state[weight])
+    _store_weights(operands, lists.weights)
+    return lists if in_place else None
+
+
+def _computed_with(
+    operands: Sequence[Operands], names: Sequence[str], scratch: torch.Tensor | None
+) -> tuple[TensorLists, list[torch.Tensor], bool]:
+    """What the class computes with, the gradients, and whether all that are the operands themselves. `names`: of the
+    states that the class has."""
     weights: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
-    state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+    states: list[State] = []
     in_place, offset = True, 0
-    for one in operands:
-        count = one.parameter.numel()
-        rows = iter(()) if scratch is None else iter(scratch[:, offset : offset + count])
-        offset += round_up(count, WINDOW_ALIGNMENT)
-        weight, gradient = _weights(one, rows), one.gradient
+    for of_parameter in operands:
+        master, parameter = of_parameter.master, of_parameter.parameter
+        rows: Iterator[torch.Tensor] = iter(())
+        if scratch is not None:
+            rows = iter(scratch[:, offset : offset + parameter.numel()])
+            offset += round_up(parameter.numel(), WINDOW_ALIGNMENT)
+        if MASTER_UP in master:
+            weight, in_place = join(parameter, master[MASTER], master[MASTER_UP], next(rows)), False
+        else:
+            weight = master.get(MASTER, parameter)
+        gradient = of_parameter.gradient
         if gradient.dtype != weight.dtype:
             gradient, in_place = next(rows).copy_(gradient), False
-        state[weight] = values = dict(one.numbers)
-        for name in _names(one):
-            stored = one.states[name]
-            if name not in one.present:
+        values = dict(of_parameter.numbers)
+        for name in names:
+            stored = of_parameter.states[name]
+            if name not in of_parameter.present:
                 in_place = False
             elif stored.dtype.itemsize < weight.dtype.itemsize:
-                values[name], in_place = computed(name, one.states, next(rows)), False
+                values[name], in_place = computed(name, of_parameter.states, next(rows)), False
             else:
                 values[name] = stored
         weights.append(weight)
         gradients.append(gradient)
-    same = step_together(inner, weights, gradients, state, values_of(state.values()), lists)
-    if not (same and in_place):
-        for one, weight in zip(operands, weights, strict=True):
-            _store_states(one, state[weight])
-    _store_weights(operands, weights)
-    return same and in_place
+        states.append(values)
+    return TensorLists(weights, states), gradients, in_place
 
 
-def _names(operands: Operands) -> Iterator[str]:
-    """The names of the states that the class computes with."""
-    return (name for name in operands.states if kind_of(name, operands.states) is None)
-
-
-def _weights(operands: Operands, rows: Iterator[torch.Tensor]) -> torch.Tensor:
-    """What the class updates: the parameter itself, or its master."""
-    master = operands.master
-    if MASTER_UP in master:
-        return join(operands.parameter, master[MASTER], master[MASTER_UP], next(rows))
-    return master.get(MASTER, operands.parameter)
-
-
-def _store_states(operands: Operands, state: State) -> None:
+def _store_states(operands: Operands, names: Sequence[str], state: State) -> None:
     """Put the states that the class left where they are stored; the others are `numbers`."""
-    for name in _names(operands):
+    for name in names:
         if state[name] is not operands.states[name]:
             store_computed(name, operands.states, state[name])
     operands.numbers = {name: value for name, value in state.items() if name not in operands.states}
@@ -103,12 +112,12 @@ def _store_states(operands: Operands, state: State) -> None:
 
 def _store_weights(operands: Sequence[Operands], weights: Sequence[torch.Tensor]) -> None:
     """Put new masters where they are stored, and round them to the parameters."""
-    rounds = [number for number, one in enumerate(operands) if one.master]
+    rounds = [number for number, of_parameter in enumerate(operands) if of_parameter.master]
     if rounds:
         torch._foreach_copy_([operands[n].parameter for n in rounds], [weights[n] for n in rounds])
-    for one, weight in zip(operands, weights, strict=True):
-        if MASTER_UP in one.master:
-            split(weight, one.parameter, one.master[MASTER], one.master[MASTER_UP])
+    for of_parameter, weight in zip(operands, weights, strict=True):
+        if MASTER_UP in of_parameter.master:
+            split(weight, of_parameter.parameter, of_parameter.master[MASTER], of_parameter.master[MASTER_UP])
 
 
 def take_over_written(master: Mapping[str, torch.Tensor], parameter: torch.Tensor, known: bool) -> None:

@@ -56,7 +56,7 @@ class UpdateBatch:
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
-        self.states = [states for _, states in updates]
+        self.states = [update.states for update in updates]
         self.parameters = {states.parameter: states for states in self.states}
         self.wholes = [states.parameter.whole for states in self.states]
         storages = [states.parameter.stored for states in self.states]
@@ -98,7 +98,11 @@ class UpdateBatch:
     @property
     def is_first(self) -> bool:
         """Whether the torch class makes states for any of them."""
-        return any(update.group.kind.is_first for update in self.updates)
+        return any(kind.is_first for kind in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> set[UpdateKind]:
+        return {update.group.kind for update in self.updates}
 
     @cached_property
     def apart(self) -> Device | None:

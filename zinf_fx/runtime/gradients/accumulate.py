@@ -6,7 +6,6 @@ hook; and what eager autograd is about to add to a gradient that was reduced ove
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ from zinf_fx.runtime.tensor.pending_gradient import implement_gradient_hook
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
-from zinf_fx.runtime.tensor.tiers import Tiers
 
 aten = torch.ops.aten
 
@@ -138,10 +136,12 @@ def _accumulate_run(parameters: Sequence[StoredTensor], gradients: Sequence[Grad
         reduced = [gradient for gradient in gradients if isinstance(gradient, ReducedGradient)]
         if len(reduced) < len(gradients) or not (reduced[0].whole or storage.placement.stage >= 2):
             return False
-    order = sorted(range(len(parameters)), key=lambda number: parameters[number].stored.key)
+    keys = [parameter.stored.key for parameter in parameters]
+    order = sorted(range(len(parameters)), key=keys.__getitem__)
     parameters = [parameters[number] for number in order]
-    values = [_value(gradients[number]) for number in order]
-    new = all(parameter.grad is None for parameter in parameters)
+    arrived = [gradients[number] for number in order]
+    values = [value.wait() if isinstance(value, ReducedGradient) else value for value in arrived]
+    new = not [parameter for parameter in parameters if parameter.grad is not None]
     if new:
         present = stored_gradients(parameters, values[0].dtype)
     else:
@@ -194,24 +194,21 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
 
 
 def _accumulate_plain(parameters: Sequence[StoredTensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Accumulate gradients that are ordinary tensors: see [Note: plain gradients].
+    """Accumulate gradients that are ordinary tensors of one tier: see [Note: plain gradients].
 
     New ones share one buffer of the host's memory, which ends with the last of them. Raises: StoreError when the host
     arena has no room.
     """
-    new: defaultdict[Tiers, list[tuple[StoredTensor, torch.Tensor]]] = defaultdict(list)
+    storage, arriving = parameters[0].stored, []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if (present := parameter.grad) is not None:
             present.add_(gradient)
-            continue
-        storage = parameter.stored
-        if storage.config.placement.gradients == "device":  # pyright: ignore[reportAttributeAccessIssue]  (decided)
+        elif storage.placement.gradients == "device":
             parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
         else:
-            new[storage.tiers].append((parameter, gradient))
-    for tiers, arriving in new.items():
-        kinds = [(gradient.shape, gradient.dtype) for _, gradient in arriving]
-        copies = plain_gradients(tiers, kinds)
+            arriving.append((parameter, gradient))
+    if arriving:
+        copies = plain_gradients(storage.tiers, [(gradient.shape, gradient.dtype) for _, gradient in arriving])
         torch._foreach_copy_(copies, [gradient for _, gradient in arriving])
         for (parameter, _), copy in zip(arriving, copies, strict=True):
             parameter.grad = copy

@@ -58,12 +58,14 @@ class PlannedGradients:
         last_uses: by tile, how many releases and offloads of it the graph has.
         offloads: by tile, how many offloads alone.
         prefetched: by the number of a gradient that has left for NVMe, the buffers that are there from then on.
+        starts: of each tile, where the gradients of its parameters begin in its buffer, in bytes.
     """
 
     def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
         events = [event for event in schedule.events if not schedule.tiles[event.tile].activation]
         self.last_uses = Counter(event.tile for event in events if event.kind in ("release", "offload"))
         self.offloads = Counter(event.tile for event in events if event.kind == "offload")
+        self.starts = [gradient_offsets(tile, plan.stage) if tile.members else [0] for tile in schedule.tiles]
         self.prefetched: defaultdict[int, list[_PrefetchedBuffer]] = defaultdict(list)
         offloads = offloads_to_nvme(schedule)
         nbytes = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in offloads]
@@ -90,7 +92,7 @@ class BackwardGradients:
         """`storages`: of each tile. `followed`: whether somebody is to know when the graph has used a parameter."""
         self._plan, self._tiles, self._storages = plan, tiles, storages
         self._last_uses = planned.last_uses if followed else {}
-        self._prefetched = planned.prefetched
+        self._prefetched, self._offsets = planned.prefetched, planned.starts
         self._left_for_nvme = 0
         self._prefetches: list[Addends] = []
         self._reducing: Reduction | None = None  # that began last
@@ -148,17 +150,24 @@ class BackwardGradients:
     def copy_gradients(self, tiles: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Add copies of gradients to their parameters' `.grad`, ordinary tensors of the same device: somebody may hold
         a gradient, or it lives somewhere else in the device's memory."""
-        taken = []
+        together: dict[object, tuple[list[StoredTensor], list[torch.Tensor]]] = {}  # by where gradients live
         for tile, gradient in zip(tiles, gradients, strict=True):
-            parameter = self._taking(self._storages[tile].first, self._tiles[tile].name)
-            if parameter is not None:
-                taken.append((tile, parameter, gradient))
-        if RECORDER.log is not None:
-            for tile, parameter, gradient in taken:
+            storage = self._storages[tile]
+            parameter = self._taking(storage.first, self._tiles[tile].name)
+            if parameter is None:
+                continue
+            if RECORDER.log is not None:
                 with RECORDER.about(self._tiles[tile].label, GRADIENT):
                     accumulate([parameter], [gradient])
-        elif taken:
-            accumulate([parameter for _, parameter, _ in taken], [gradient for _, _, gradient in taken])
+                continue
+            where = storage.tiers, storage.placement.gradients
+            if where not in together:
+                together[where] = [], []
+            parameters, taken = together[where]
+            parameters.append(parameter)
+            taken.append(gradient)
+        for parameters, taken in together.values():
+            accumulate(parameters, taken)
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
@@ -242,13 +251,14 @@ class BackwardGradients:
         """Add the gradients of a tile to those of their parameters, as far as these are to have them."""
         planned = self._tiles[tile]
         names = [member.name for member in planned.members] or [planned.name]
-        starts = gradient_offsets(planned, self._plan.stage) if planned.members and offset is not None else [0]
+        starts, followed = self._offsets[tile], PendingGradient.any_followed
+        left = self._gradients_left[storage.key] if followed else 0
         parameters: list[StoredTensor] = []
         arriving: list[Gradient] = []
         offsets: list[int | None] = []
         for number, (member, gradient) in enumerate(zip(storage.members, gradients, strict=True)):
             parameter = self._taking(member, names[number])
-            if parameter is None or self._keep_for_consumer(parameter, gradient, self._gradients_left[storage.key]):
+            if parameter is None or (followed and self._keep_for_consumer(parameter, gradient, left)):
                 continue
             parameters.append(parameter)
             arriving.append(gradient)
@@ -313,7 +323,7 @@ class BackwardGradients:
     def _keep_for_consumer(self, parameter: StoredTensor, gradient: Gradient, left: int) -> bool:
         """Keep a gradient in memory that needs no place on its tier: whole, it is consumed when this graph has used the
         tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
-        if not PendingGradient.any_followed or isinstance(gradient, ReducedGradient):
+        if isinstance(gradient, ReducedGradient):
             return False
         storage = parameter.stored
         pending = storage.gradient

@@ -95,8 +95,9 @@ class GradientBuffer:
     def acquire(self, members: range) -> list[StoredTensor] | None:
         """New gradients in these places, without values yet; None where that can't be now."""
         storages = self._storages[members.start : members.stop]
-        if any(storage.lease is not None and storage.lease() is not None for storage in storages):
-            return None
+        for storage in storages:
+            if storage.lease is not None and storage.lease() is not None:
+                return None
         memory = _Memory()
         if self._returns_memory:
             if len(members) < len(self._storages) or (self._was_acquired and not self._allocation.acquire_again()):
@@ -109,10 +110,6 @@ class GradientBuffer:
             storage.lease = weakref.ref(lease)
             gradients.append(StoredTensor.of(storage, *self._places[member]))
         return gradients
-
-    def has(self, gradient: StoredTensor, member: int) -> bool:
-        """Whether a gradient is in a place of this buffer."""
-        return member < len(self._storages) and self._storages[member] is gradient.stored
 
     def run(self, members: range) -> GradientRun:
         """These places as one."""
@@ -132,12 +129,14 @@ class GradientBuffer:
 
 def run_of(gradients: Sequence[StoredTensor]) -> GradientRun | None:
     """Where gradients live, if these are consecutive places of one buffer."""
-    lease = gradients[0]._lease
+    lease = gradients[0].lease
     if not isinstance(lease, Lease):
         return None
     members = range(lease.member, lease.member + len(gradients))
-    if not all(map(lease.buffer.has, gradients, members)):
-        return None
+    for member, gradient in zip(members, gradients, strict=True):
+        other = gradient.lease
+        if not isinstance(other, Lease) or other.buffer is not lease.buffer or other.member != member:
+            return None
     return lease.buffer.run(members)
 
 
@@ -155,7 +154,7 @@ def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
 def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> list[StoredTensor]:
     """Gradients without values yet, on the tier of gradients, for parameters in the order in which these were made: all
     in one buffer, unless some places on NVMe are taken."""
-    keys = tuple(parameter.stored.key for parameter in parameters)
+    keys = tuple([parameter.stored.key for parameter in parameters])
     for buffer in parameters[0].stored.gradient.buffers.values():
         members = buffer.members_of(keys) if buffer.dtype == dtype else None
         if members is not None and (gradients := buffer.acquire(members)) is not None:

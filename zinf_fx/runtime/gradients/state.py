@@ -41,20 +41,17 @@ def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None
     if gradient is None:
         return GradientState.NONE
     if isinstance(gradient, StoredTensor):
-        if isinstance(gradient.stored, AbstractStorage):
+        stored = gradient.stored
+        if isinstance(stored, AbstractStorage):
             return GradientState.CONSUMED
-        return GradientState.LOCAL if gradient.stored.share.unreduced else GradientState.STORED
+        return GradientState.LOCAL if stored.share.unreduced else GradientState.STORED
     if gradient.requires_grad:
         return GradientState.RECORDED
-    if storage is not None and storage.has_plain_gradient and _lies_on_tier(gradient, storage):
-        return GradientState.PLAIN
-    return GradientState.ORDINARY
-
-
-def _lies_on_tier(gradient: torch.Tensor, storage: TensorStorage) -> bool:
-    if gradient.layout is not torch.strided or not gradient.is_contiguous():
-        return False
-    return storage.placement.gradients == "device" or storage.tiers.host.holds(gradient)
+    if storage is None or not storage.has_plain_gradient:
+        return GradientState.ORDINARY
+    is_dense = gradient.layout is torch.strided and gradient.is_contiguous()
+    is_there = is_dense and (storage.placement.gradients == "device" or storage.tiers.host.holds(gradient))
+    return GradientState.PLAIN if is_there else GradientState.ORDINARY
 
 
 def stored_gradient(parameter: StoredTensor) -> StoredTensor | None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,19 @@ _FOR_PLANNING = "this tensor was made for planning only and has no values: offlo
 def new_key() -> int:
     """A key that nothing had yet."""
     return next(_keys)
+
+
+def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[Share]) -> None:
+    """Wait until nothing that goes on in the background is about to change the bytes of storages of the same tiers.
+
+    `keys`, `shares`: theirs. Raises: StoreError in another process.
+    """
+    tiers.check_process()
+    if (background := tiers.background) is not None:
+        background.settle(keys)
+    for share in shares:
+        if share.refreshing is not None:
+            share.settle()
 
 
 class TensorStorage:
@@ -138,10 +151,7 @@ class TensorStorage:
 
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
-        if (background := self.usable_tiers().background) is not None:
-            background.settle((self.key,))
-        if self.share.refreshing is not None:
-            self.share.settle()
+        settle(self.bytes.tiers, (self.key,), (self.share,))
         return self.bytes
 
     def usable_tiers(self) -> Tiers:
@@ -155,7 +165,7 @@ class TensorStorage:
         """Those that train the model, this one among them."""
         return self.share.ranks
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """The tiers of this model's states."""
         return self.config.own_placement

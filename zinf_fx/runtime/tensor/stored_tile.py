@@ -15,7 +15,7 @@ from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.tensor.share import Refresh
-from zinf_fx.runtime.tensor.storage import TensorStorage, begin_refresh, new_key
+from zinf_fx.runtime.tensor.storage import TensorStorage, begin_refresh, new_key, settle
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, runs_of, side_by_side
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -120,12 +120,10 @@ class StoredTile:
 
     def settled(self) -> None:
         """Return once nothing that goes on in the background is about to change the parts."""
+        members = self.members
+        keys, shares = frozenset([storage.key for storage in members]), [storage.share for storage in members]
         for tiers in self._every_tiers:
-            tiers.check_process()
-            if (background := tiers.background) is not None:
-                background.settle(frozenset(storage.key for storage in self.members))
-        for storage in self.members if self.ranks.shards > 1 else ():
-            storage.share.settle()
+            settle(tiers, keys, shares)
 
     def begin_refresh(self) -> list[Refresh]:
         """As that of a storage, for all members in one collective."""
