@@ -77,7 +77,7 @@ def step_without_hooks(inner: Optimizer) -> None:
     """`inner.step()` as its class wrote it: torch wraps `step` so that it runs hooks, which are for whole steps."""
     step = type(inner).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__
+        step = vars(step)["__wrapped__"]
     if isinstance(inner, torch.optim.Adagrad):
         _give_first_states(inner)
     step(inner)
@@ -96,7 +96,7 @@ class TensorLists:
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[State]) -> None:
         """`states`: of each of the weights."""
-        self.weights = weights
+        self.weights = list(weights)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict, zip(weights, states, strict=True))
         self._known: tuple[object, list[tuple[object, ...]]] | None = None  # what the class lists, but for gradients
         self.take_over_states()
@@ -122,22 +122,24 @@ class TensorLists:
     def _served(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> Iterator[bool]:
         """In the block, `inner` has these gradients: in its lists, where these are known; else each in the weight's
         `grad`, and what its class makes of them is noted. Yields whether they are known."""
-        known, makes = self._known, type(inner).__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
+        kind: Any = type(inner)
+        known, makes = self._known, kind.__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
 
         def give(group: Group, *lists: list[object]) -> object:
+            assert known is not None
             result, (parameters, *states) = known
             for to_fill, values in zip(lists, (parameters, gradients, *states), strict=True):
                 to_fill.extend(values)
             return result
 
         def note(group: Group, *lists: list[object]) -> object:
-            result = type(inner)._init_group(inner, group, *lists)
+            result = kind._init_group(inner, group, *lists)
             parameters, _, *states = map(tuple, lists)
             self._known = result, [parameters, *states]
             return result
 
         if makes:  # another class may look at the parameters elsewhere, too
-            inner._init_group = note if known is None else give
+            vars(inner)["_init_group"] = note if known is None else give
         try:
             for weight, gradient in zip(self.weights, gradients, strict=True) if known is None else ():
                 weight.grad = gradient
@@ -167,8 +169,9 @@ def show(entries: Iterable[State], states: Iterable[State]) -> None:
             present = entry.get(name)
             if present is value:
                 continue
-            both = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
-            if both and (present.shape, present.dtype, present.device) == (value.shape, value.dtype, value.device):
+            if not (isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)):
+                entry[name] = value
+            elif (present.shape, present.dtype, present.device) == (value.shape, value.dtype, value.device):
                 shown.append(present)
                 values.append(value)
             else:
@@ -186,7 +189,9 @@ def _give_first_states(inner: torch.optim.Adagrad) -> None:
             inner.state.update(torch.optim.Adagrad(new, **options).state)
 
 
-def step_groups(optimizer: Optimizer, kind: type[Optimizer], groups: list[Group], state: Mapping[Any, Any]) -> None:
+def step_groups(
+    optimizer: Optimizer, kind: type[Optimizer], groups: list[Group], state: defaultdict[torch.Tensor, State]
+) -> None:
     """A step of class `kind` over the parameters in `groups`, if any, in memory, as `optimizer` would have it."""
     if groups:
         inner = borrow(optimizer, kind, {}, [])
@@ -275,16 +280,16 @@ def _changed(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, 
     return {k: v for k, v in values.items() if k not in before or not same_value(v, before[k])}
 
 
-def same_value(one: object, other: object) -> bool:
+def same_value(mine: object, theirs: object) -> bool:
     """Whether two options or attributes are the same object, or equal: numbers, texts, tensors, collections of them."""
-    if one is other:
+    if mine is theirs:
         return True
-    if type(one) is not type(other):
+    if type(mine) is not type(theirs):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_value(value, other[name]) for name, value in one.items())
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(same_value, one, other))
-    return isinstance(one, (Number, str)) and (one == other or (one != one and other != other))
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(same_value(value, theirs[name]) for name, value in mine.items())
+    if isinstance(mine, (tuple, list)) and isinstance(theirs, (tuple, list)):
+        return len(mine) == len(theirs) and all(map(same_value, mine, theirs))
+    return isinstance(mine, (Number, str)) and (mine == theirs or (mine != mine and theirs != theirs))

@@ -30,6 +30,7 @@ from zinf_fx.plan.chunks import AT_A_TIME, part_of
 from zinf_fx.plan.schedule import CHUNKS
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.recorder import RECORDER, STATES
+from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 
@@ -44,7 +45,7 @@ class ChunkMemory:
         behind: whether a chunk was updated since writes were waited for.
     """
 
-    def __init__(self, stored: dict[torch.Tensor, ParameterStates]) -> None:
+    def __init__(self, stored: dict[StoredTensor, ParameterStates]) -> None:
         self.tiers: list[Tiers] = []
         self.elements = self._chunk_written = self._chunk_bytes = self.opened = 0
         self.behind, self.count = False, CHUNKS
@@ -267,7 +268,7 @@ class ChunkQueue:
     """
 
     def __init__(
-        self, stored: dict[torch.Tensor, ParameterStates], progress: Progress, ahead: PrefetchedStates | None
+        self, stored: dict[StoredTensor, ParameterStates], progress: Progress, ahead: PrefetchedStates | None
     ) -> None:
         """`ahead`: what was read for the step."""
         self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
@@ -289,8 +290,8 @@ class ChunkQueue:
         if ahead is not None and (opened := ahead.take(batch)) is not None:
             self.memory, self._read = ahead.memory, opened
         for tiers in batch.tiers:
-            if tiers.ahead is not None:
-                tiers.ahead.take(batch)
+            if isinstance(prefetched := tiers.ahead, PrefetchedStates):
+                prefetched.take(batch)
 
     def read_ahead(self, batches: list[UpdateBatch]) -> None:
         """The step of these batches is over: have read what the next one needs of states, if that is expected."""

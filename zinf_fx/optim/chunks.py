@@ -306,7 +306,8 @@ class ChunkUpdate:
                     self._store(opened.slices[number], numbers)
         chunk.keep(opened.slices)
 
-    def _update_whole(self, opened: OpenWhole) -> None:
+    def _update_whole(self, opened: OpenSlice) -> None:
+        assert isinstance(opened, OpenWhole)
         (update,) = opened.states.updates
         inner = self.borrowed(update.group.options, update.group.kind.place)
         self._store(opened, {update.states: opened.update(inner, copied(numbers_of(update)))})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -37,7 +37,31 @@ class OrdinaryWindow:
     close = store
 
 
-AnyWindow = Window | DeviceWindow | OrdinaryWindow
+class AnyWindow(Protocol):
+    """What an update uses of a window, over stored elements or ordinary ones."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing was written to where the elements live since they were read."""
+        ...
+
+    def arrived(self) -> object:
+        """Wait for the read, and change nothing."""
+
+    def wait(self) -> torch.Tensor:
+        """The elements, 1-D, once they are there."""
+        ...
+
+    def store(self) -> None:
+        """Start writing the elements back."""
+
+    def close(self) -> None:
+        """Give the memory back without writing."""
 
 
 def open_window(

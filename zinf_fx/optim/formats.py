@@ -31,7 +31,7 @@ A weight that gets its value back, as after an evaluation of averaged weights, h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +40,7 @@ from typing import Literal
 
 import torch
 
-from zinf_fx.adam import SPLIT
+from zinf_fx.adam import SPLIT, StateForm
 from zinf_fx.arguments import did_you_mean
 from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import let_through
@@ -50,11 +50,14 @@ from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.sizes import BITS, BLOCK, PAGE
 
-EIGHT_BITS = "8bit"
+EIGHT_BITS: Literal["8bit"] = "8bit"
 """The name of states of 8 bits among the values of `state_dtype`."""
 
 StateDtype = torch.dtype | Literal["8bit"]
 """Of element-wise states in the store: a dtype, or codes of 8 bits with scales of blocks."""
+
+FORMS: Mapping[StateDtype, StateForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16", EIGHT_BITS: EIGHT_BITS}
+"""The names of those that are accepted."""
 
 MasterDtype = torch.dtype | Literal["split"]
 """Of the masters of bf16 parameters in the store: torch.float32, or what the weights don't have of that."""
@@ -73,7 +76,7 @@ class KeptAs:
     master_dtype: MasterDtype | None = None
 
     @classmethod
-    def of(cls, state_dtype: object, master_dtype: object) -> KeptAs:
+    def of(cls, state_dtype: StateDtype | None, master_dtype: MasterDtype | None) -> KeptAs:
         """What the options of an optimizer say. Raises: OptimizerError for what isn't accepted."""
         accepted = {
             "state_dtype": (state_dtype, (None, torch.float32, torch.bfloat16, EIGHT_BITS)),
@@ -246,7 +249,9 @@ def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.T
     found.copy_(torch.bucketize(divided, bounds[:-1]))
 
 
-def _by_blocks(operation: object, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+def _by_blocks(
+    operation: Callable[..., torch.Tensor], values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+) -> None:
     """`operation` on each value [n] and the scale [blocks] of its block, in `out` [n]."""
     even = values.numel() // BLOCK * BLOCK
     operation(values[:even].view(-1, BLOCK), scales[: even // BLOCK, None], out=out[:even].view(-1, BLOCK))
@@ -371,9 +376,10 @@ def decode_into(
     name: str, target: StoredTensor, value: torch.Tensor, companion: torch.Tensor, parameter: StoredTensor
 ) -> None:
     """Write the values of a state in fewer bytes with its companion, stored or not. `parameter`: whose it is."""
-    each = kind_of(companion_of(name), (name,)).elements
+    kind = kind_of(companion_of(name), (name,))
+    assert kind is not None
     value = divided_as(target, value)
-    companion = divided_as(target, companion, target.stored.share.shards.in_blocks(each))
+    companion = divided_as(target, companion, target.stored.share.shards.in_blocks(kind.elements))
     for part in filter(len, current_chunks(target, torch.float32.itemsize)):
         let_through()
         with ExitStack() as windows:
@@ -383,15 +389,12 @@ def decode_into(
             for source in sources:
                 windows.callback(source.close)
             elements = windows.enter_context(overwritten(target, part))
-            found, values = (
-                [source.wait() for source in sources],
-                torch.empty(len(part), dtype=torch.float32, device="cpu"),
-            )
+            stored, of_companion, *weights = [source.wait() for source in sources]
+            values = torch.empty(len(part), dtype=torch.float32, device="cpu")
             if name == MASTER:
-                *kept, weights = found
-                elements.copy_(join(weights, *kept, values))
+                elements.copy_(join(weights[0], stored, of_companion, values))
             else:
-                elements.copy_(decode(name, *found, values))
+                elements.copy_(decode(name, stored, of_companion, values))
 
 
 def _beside(name: str, part: range) -> range:

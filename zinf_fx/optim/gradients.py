@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from types import NotImplementedType
 from typing import Any, Protocol, TypeVar
@@ -36,7 +36,7 @@ C = TypeVar("C")
 O = TypeVar("O", bound=Opened)  # noqa: E741
 
 
-def opened_ahead(chunks: Iterable[C], open_chunk: Callable[[C], O], ahead: int = 1) -> Iterator[O]:
+def opened_ahead(chunks: Iterable[C], open_chunk: Callable[[C], O], ahead: int = 1) -> Generator[O, None, None]:
     """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
 
     What was opened and not handed out is closed when the iteration ends early.
@@ -124,7 +124,7 @@ def _vector_norm(
     operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> NotImplementedType | torch.Tensor:
     tensor, *rest = args
-    order, dims = (*rest, *(2.0, None)[len(rest) :])[:2]
+    order, dims = (rest[0] if rest else 2.0), (rest[1] if len(rest) > 1 else None)
     if not _is_share(tensor) or dims is not None or len(rest) > 2 or kwargs.get("keepdim") or "out" in kwargs:
         return NotImplemented
     return _norms_of([tensor], float(order))[0].to(kwargs.get("dtype") or tensor.dtype)
@@ -209,7 +209,9 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     place = stored[0].stored.device  # that of the numbers, too
     update_in_chunks(stored, place, lambda pieces: operation(pieces, *rest))
     if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        _agree_on_infinities(stored, rest[0])
+        infinities = rest[0]
+        assert isinstance(infinities, torch.Tensor)
+        _agree_on_infinities(stored, infinities)
     return None
 
 

@@ -81,12 +81,13 @@ class Resident:
     def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
         """`found`, the parameter's, if the class can work on it, or on a copy of it. `unscales`: whether the class
         changes what it works on."""
+        usable: torch.Tensor | None = found
         if isinstance(found, StoredTensor):
-            found = None if unscales else _memory_of(found, self.place)
-        if type(found) is not torch.Tensor or found.layout is not torch.strided:
+            usable = None if unscales else _memory_of(found, self.place)
+        if type(usable) is not torch.Tensor or usable.layout is not torch.strided:
             return None
         # Fused kernels take elements in the order in which they lie.
-        return found if found.dtype is self.value.dtype and found.is_contiguous() else None
+        return usable if usable.dtype is self.value.dtype and usable.is_contiguous() else None
 
     @property
     def states_nbytes(self) -> int:
@@ -121,7 +122,7 @@ class Together:
     residents: Sequence[Resident]
     parameters: Sequence[StoredTensor]
     dtypes: Sequence[torch.dtype]
-    rounded: Sequence[torch.Tensor]
+    rounded: list[torch.Tensor]
     written: Sequence[torch.Tensor]
     lists: TensorLists
 
@@ -145,7 +146,7 @@ class Together:
         fit = plain and list(map(_dtype, found)) == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
         return found if fit else None
 
-    def update(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> bool:
+    def update(self, inner: Optimizer, gradients: list[torch.Tensor]) -> bool:
         """A step of `inner`, the class with its options. Returns whether the same objects are all that is in the state
         afterwards."""
         if self.rounded:
@@ -158,7 +159,7 @@ class Together:
         return same
 
 
-def _copies(gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(gradients: list[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients in the dtype of what they are for."""
     numbers = [weight.numel() for weight in weights]
     memory = torch.empty(sum(numbers), dtype=weights[0].dtype, device=weights[0].device)
@@ -240,7 +241,7 @@ class ResidentCall:
     group: ResidentGroup
     options: Group
     together: Together
-    gradients: Sequence[torch.Tensor]
+    gradients: list[torch.Tensor]
 
     @property
     def states_nbytes(self) -> int:
@@ -265,7 +266,7 @@ class Residents:
         self,
         optimizer: Optimizer,
         shown: Mapping[torch.Tensor, State],
-        stored: Mapping[torch.Tensor, ParameterStates],
+        stored: Mapping[StoredTensor, ParameterStates],
         layouts_of: Callable[[Group], GroupLayouts],
     ) -> tuple[list[ResidentCall], list[Group]]:
         """What a step of `optimizer` does with residents, and its groups with all other parameters that the step may
@@ -289,7 +290,7 @@ class Residents:
             for parameter, one in zip(group["params"], seen.residents, strict=True):
                 gradient = parameter.grad
                 usable = None if one is None or gradient is None else one.gradient(gradient, unscales)
-                if usable is not None:
+                if one is not None and usable is not None:
                     taken[one] = usable
                 elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
@@ -303,7 +304,7 @@ class Residents:
         number: int,
         group: Group,
         shown: Mapping[torch.Tensor, State],
-        stored: Mapping[torch.Tensor, ParameterStates],
+        stored: Mapping[StoredTensor, ParameterStates],
         layouts_of: Callable[[Group], GroupLayouts],
     ) -> ResidentGroup:
         """The residents of a group, as they are now."""
@@ -349,11 +350,12 @@ def _find(
     names = () if layout is None else (*layout.tensors, *((MASTER,) if states.has_master else ()))
     if layout is None or any(entry.get(name) is not states.tensors.get(name, entry) for name in names):
         return None
-    memory = {name: _memory_of(states.tensors[name], states.place) for name in names}
+    lying = ((name, _memory_of(states.tensors[name], states.place)) for name in names)
+    memory = {name: elements for name, elements in lying if elements is not None}
     # Fused kernels count steps where they run, and the others on the CPU.
     counts_at = (states.place if group.get("fused") else CPU).torch_device
     numbers = (v for k, v in entry.items() if k not in states.tensors and isinstance(v, torch.Tensor))
-    if any(each is None for each in memory.values()) or any(number.device != counts_at for number in numbers):
+    if len(memory) < len(names) or any(number.device != counts_at for number in numbers):
         return None
     found = Resident(states, layout, entry, value, memory, memory.pop(MASTER, None))
     return None if found.is_written_to else found
@@ -369,8 +371,12 @@ def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torc
     together = seen.together(group)
     if together is None:
         return None
-    found = [(some, some.gradients()) for some in together]
-    return None if any(gradients is None for _, gradients in found) else found
+    calls: list[tuple[Together, list[torch.Tensor]]] = []
+    for some in together:
+        if (gradients := some.gradients()) is None:
+            return None
+        calls.append((some, gradients))
+    return calls
 
 
 def _together(group: Group, residents: Sequence[Resident]) -> Iterator[Together]:

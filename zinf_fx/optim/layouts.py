@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Number
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,7 @@ from zinf_fx.optim.arithmetic import (
 from zinf_fx.optim.formats import (
     CODES,
     EIGHT_BITS,
+    FORMS,
     LOWER,
     MASTER,
     MASTER_UP,
@@ -72,12 +73,14 @@ class StateLayout:
     def stored_as(self, kept: KeptAs) -> StateLayout:
         """The same, with floating-point element-wise states no wider than they are to be; of 8 bits, with scales."""
         tensors, narrow = dict(self.tensors), kept.state_dtype
-        for name, dtype in self.tensors.items() if narrow is not None else ():
-            if narrow == EIGHT_BITS and dtype.is_floating_point:
+        for name, dtype in self.tensors.items():
+            if narrow is None or not dtype.is_floating_point:
+                continue
+            if not isinstance(narrow, torch.dtype):
                 tensors |= {name: CODES, companion_of(name): SCALES.dtype}
-            elif narrow != EIGHT_BITS and dtype.is_floating_point and dtype.itemsize > narrow.itemsize:
+            elif dtype.itemsize > narrow.itemsize:
                 tensors[name] = narrow
-        form = str(narrow).removeprefix("torch.") if tensors != self.tensors else None
+        form = None if narrow is None or tensors == self.tensors else FORMS[narrow]
         return StateLayout(MappingProxyType(tensors), self.scalars, form=form, splits=kept.splits)
 
     def of_master(self, own: torch.dtype, update: torch.dtype) -> dict[str, torch.dtype]:
@@ -195,8 +198,8 @@ def _compare(whole: Optimizer, pieces: Sequence[Optimizer]) -> StateLayout:
             if not all(isinstance(v, torch.Tensor) for v in of_parts) or not same_values(value, of_parts):
                 raise NotElementwise(f"its state '{name}' isn't the same for a part of a parameter")
             elementwise[name] = value.dtype
-        elif isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            if not all(isinstance(v, (Number, torch.Tensor)) and math.isclose(v, value) for v in of_parts):
+        elif isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            if not all(isinstance(v, (Real, torch.Tensor)) and math.isclose(v, value) for v in of_parts):
                 raise NotElementwise(f"its state '{name}' depends on all elements of a parameter")
             scalars[name] = value.dtype if isinstance(value, torch.Tensor) else None
         elif value is not None:
@@ -265,11 +268,9 @@ class _WithoutValues(TorchDispatchMode):
         super().__init__()
         self._reads = 0
 
-    def __torch_dispatch__(
-        self, operation: torch._ops.OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any] | None = None
-    ) -> object:
-        if operation is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
-            return operation(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
         self._reads += 1
         if self._reads > _READS:
             raise OptimizerError(f"a step read values of tensors that have none, more than {_READS} times")
@@ -380,11 +381,11 @@ class Layouts:
         )
 
         def known(dtype: torch.dtype) -> OfShapes:
-            found = self._known.get((options, dtype))
-            if found is None:
-                found = {None: _of_pieces(optimizer, self._kind, group, dtype, kept)}
-                self._known = {(options, dtype): found, **dict(list(self._known.items())[: _REMEMBERED - 1])}
-            return found
+            of_shapes: OfShapes | None = self._known.get((options, dtype))
+            if of_shapes is None:
+                of_shapes = {None: _of_pieces(optimizer, self._kind, group, dtype, kept)}
+                self._known = {(options, dtype): of_shapes, **dict(list(self._known.items())[: _REMEMBERED - 1])}
+            return of_shapes
 
         return GroupLayouts(optimizer, self._kind, group, known, kept, in_backward=in_backward)
 
@@ -436,9 +437,10 @@ class GroupLayouts:
             return layout
         check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
         known, shape = self._find(dtype), parameter.shape
-        if shape not in known:
-            known[shape] = whole_layout(self._optimizer, self._kind, self._group, parameter, dtype)
-        return known[shape]
+        layout = known.get(shape)
+        if layout is None:
+            layout = known[shape] = whole_layout(self._optimizer, self._kind, self._group, parameter, dtype)
+        return layout
 
 
 def check_room(parameter: StoredTensor, needed: int) -> None:

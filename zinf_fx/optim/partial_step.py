@@ -157,7 +157,7 @@ class Progress:
                 self._bytes_went += self._held.pop(states.parameter, 0)
 
     def torn(
-        self, error: BaseException, stored: dict[torch.Tensor, ParameterStates], concerned: Collection[StoredTensor]
+        self, error: BaseException, stored: dict[StoredTensor, ParameterStates], concerned: Collection[StoredTensor]
     ) -> TornStep | None:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
         gradients are there still."""

@@ -152,7 +152,9 @@ class PlainSteps:
         self._others_follow = any(p.grad is not None for p in every if stored_parameter(p) is None)
         self._streamed.step_stored()
         for parameter in parameters:
-            self._consumed[parameter], parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            assert gradient is not None
+            self._consumed[parameter], parameter.grad = gradient, None
 
     def forget(self) -> None:
         """A state was loaded: the last step counts no more."""

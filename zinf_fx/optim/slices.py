@@ -137,10 +137,9 @@ class SliceStates:
     @cached_property
     def gradient_row(self) -> Row | None:
         """The gradients, if they are stored."""
-        gradients = [states.gradient for states in self.members]
-        if any(not isinstance(gradient, StoredTensor) or gradient.views for gradient in gradients):
-            return None
-        return self._row(gradients, self.elements)
+        gradients = (states.gradient for states in self.members)
+        stored = [gradient for gradient in gradients if isinstance(gradient, StoredTensor) and not gradient.views]
+        return self._row(stored, self.elements) if len(stored) == len(self.members) else None
 
     @cached_property
     def state_rows(self) -> dict[str, Row]:
@@ -289,7 +288,7 @@ class OpenSlice(OpenWindows):
             self.close()
             raise
 
-    def _open(self, row: Row, load: bool) -> AnyWindow | GatheredWindow:
+    def _open(self, row: Row, load: bool) -> AnyWindow:
         return self._keep(row.open(self._place, load))
 
     def open_gradient(self) -> None:
@@ -325,10 +324,13 @@ class OpenSlice(OpenWindows):
 
     def _gradients(self) -> Elements:
         if self._gradient is not None:
-            return self.states.gradient_row.of(self._gradient)
+            row = self.states.gradient_row
+            assert row is not None
+            return row.of(self._gradient)
         flat_gradients: Elements = []
         for states, part in zip(self.states.members, self.states.elements, strict=True):
             gradient = states.gradient
+            assert gradient is not None
             if isinstance(gradient, StoredTensor):
                 gradient = gradient.full_tensor()
             flat = gradient.detach().reshape(-1)[part.start : part.stop]

@@ -67,10 +67,12 @@ def check_reduced(parameter: StoredTensor) -> None:
 def check_gradient(parameter: StoredTensor) -> None:
     """As `check_reduced`, and raises OptimizerError for a gradient that isn't dense, too."""
     check_reduced(parameter)
-    if parameter.grad.layout != torch.strided:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
         raise OptimizerError(
             f"the gradient of a stored parameter of shape {tuple(parameter.shape)} has layout "
-            f"{parameter.grad.layout}: only dense gradients can be streamed (sparse=False)"
+            f"{gradient.layout}: only dense gradients can be streamed (sparse=False)"
         )
 
 
@@ -280,8 +282,9 @@ class ParameterStates:
     def bytes_opened(self) -> int:
         """Bytes of windows for the update of an element."""
         gradient = self.gradient
-        streams = isinstance(gradient, StoredTensor) and not gradient.stored.bytes.in_host_memory
-        return self.bytes_written + (gradient.dtype.itemsize if streams else 0)
+        if isinstance(gradient, StoredTensor) and not gradient.stored.bytes.in_host_memory:
+            return self.bytes_written + gradient.dtype.itemsize
+        return self.bytes_written
 
     @cached_property
     def bytes_written(self) -> int:
@@ -361,7 +364,7 @@ class ParameterStates:
         mine = self.tensors[name]
         if value is mine:
             return mine
-        if _alike(mine, value):
+        if isinstance(value, StoredTensor) and _alike(mine, value):
             self._keep(name, value)
             return value
         return self.copy(name, value)
@@ -375,6 +378,7 @@ class ParameterStates:
         if not alike and has_companion(mine):
             encode_into(name, mine, self.tensors[companion_of(name)], value)
         elif not alike and has_companion(value):
+            assert companion is not None
             decode_into(name, mine, value, companion, self.parameter)
             if name == MASTER:
                 self._joined_with = self.parameter.stored.bytes.version
@@ -429,9 +433,9 @@ def follows(one: StoredTensor, other: StoredTensor) -> bool:
     return not (one.views or other.views) and one.stored.bytes.follows(other.stored.bytes)
 
 
-def _alike(mine: StoredTensor, value: torch.Tensor) -> bool:
+def _alike(mine: StoredTensor, value: StoredTensor) -> bool:
     """Whether `value` has the same elements in the same places."""
-    if not isinstance(value, StoredTensor) or value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
+    if value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
         return False
     return value.stored.share.shards == mine.stored.share.shards
 

@@ -52,7 +52,7 @@ class StreamedStep:
         self,
         optimizer: Optimizer,
         kind: type[Optimizer],
-        stored: dict[torch.Tensor, ParameterStates],
+        stored: dict[StoredTensor, ParameterStates],
         failed: Callable[[TornStep], None],
         ahead: PrefetchedStates | None = None,
     ) -> None:
@@ -104,7 +104,9 @@ class StreamedStep:
         self.parameters |= batch.parameters
         if owned:
             for states in batch.states:
-                if nbytes := bytes_in_memory(states.gradient):
+                gradient = states.gradient
+                assert gradient is not None
+                if nbytes := bytes_in_memory(gradient):
                     self._progress.hold(states.parameter, nbytes)
         if batch.apart is not None and not self._batches:
             self._beside = BackgroundThread(batch.apart, self._go_on)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -103,7 +103,10 @@ def taking_stored(optimizer: Optimizer, fitted: Fitted) -> Iterator[dict[StoredT
 
     # The last hook to see the values, and the only place where torch would not cast them to the parameter's dtype.
     handle = optimizer.register_load_state_dict_pre_hook(take_stored)
-    posts, optimizer._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks, {}
+    posts, optimizer._optimizer_load_state_dict_post_hooks = (
+        optimizer._optimizer_load_state_dict_post_hooks,
+        OrderedDict(),
+    )
     try:
         yield entries
     finally:
@@ -271,7 +274,8 @@ class Streamed(Optimizer):
         except BaseException:
             self.param_groups.pop()
             for parameter in group["params"]:
-                self._kept.states.pop(stored_parameter(parameter), None)
+                if (stored := stored_parameter(parameter)) is not None:
+                    self._kept.states.pop(stored, None)
             raise
 
     @held_back
@@ -289,6 +293,12 @@ class Streamed(Optimizer):
             self._kept.reserve(parameter, layout, self._state)
         for parameter in layouts if self.step_in_backward else ():
             follow(self, parameter)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
 
     @torch._disable_dynamo  # inside a compiled training loop too, this is I/O; the public decorator imports Dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -336,7 +346,9 @@ class Streamed(Optimizer):
         """Raises: OptimizerError for a stored parameter that can't be stepped."""
         for group in self.param_groups:
             stored = [p for p in map(stored_parameter, group["params"]) if p is not None]
-            layouts = self._layouts_of(group) if stored else None
+            if not stored:
+                continue
+            layouts = self._layouts_of(group)
             for parameter in stored:
                 if parameter.requires_grad or parameter.grad is not None:
                     layouts.of(parameter, self._kept.dtype(parameter))
@@ -358,16 +370,18 @@ class Streamed(Optimizer):
             return
         self._check_whole()
         step = self._begun_in_backward
-        for parameter in parameters if step is not None else ():
-            if parameter in step.parameters:
-                raise second_gradient(parameter)
-        if step is None:
+        if step is not None:
+            for parameter in parameters:
+                if parameter in step.parameters:
+                    raise second_gradient(parameter)
+        else:
             self.rehearsal.run(self)
             step = self._new_step(self.param_groups)
         with torch.no_grad():
             layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
             updates = [self._update_of(parameter, layouts) for parameter in parameters if parameter in self._groups]
         for _, states, _ in updates:
+            assert states.gradient is not None
             states.parameter.grad = gone(states.parameter, states.gradient)
         if updates:
             step.add(UpdateBatch(updates), owned=True)

@@ -178,7 +178,7 @@ class RecurringUpdates:
     def __init__(
         self,
         batch: UpdateBatch,
-        groups: Sequence[Sequence[torch.Tensor]],
+        groups: Sequence[Sequence[StoredTensor]],
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
     ) -> None:
@@ -187,7 +187,7 @@ class RecurringUpdates:
         self.batch = batch
         batch.recurs = True
         self._groups, self._of_optimizer = groups, shown
-        self._layouts: dict[tuple[int, torch.dtype], StateLayout] = {}
+        self._layouts: dict[tuple[int, torch.dtype], StateLayout | None] = {}
         for number, parameters in enumerate(groups):
             for dtype in {batch.parameters[parameter].dtype for parameter in parameters}:
                 self._layouts[number, dtype] = layouts(number).of_pieces(dtype)
@@ -195,9 +195,9 @@ class RecurringUpdates:
         states = [batch.parameters[parameter] for parameter in self._parameters]
         self._states, self._mastered = states, [updated for updated in states if updated.has_master]
         self._tokens = [parameter.token for parameter in self._parameters]
-        self._spaces = [
-            updated.gradient.stored.key for updated in states
-        ]  # by key: who holds a space keeps it from reuse
+        gradients = [updated.gradient for updated in states]
+        # By key: who holds a space keeps it from reuse.
+        self._spaces = [gradient.stored.key for gradient in gradients if isinstance(gradient, StoredTensor)]
         self._entries = [shown[parameter] for parameter in self._parameters]
         self._shown = values_of(self._entries)
 
@@ -214,7 +214,8 @@ class RecurringUpdates:
             return None
         if any(update.group.kind.whole for update in batch.updates):
             return None
-        return RecurringUpdates(batch, groups, shown, layouts)
+        stored = [[parameter for parameter in group if isinstance(parameter, StoredTensor)] for group in groups]
+        return RecurringUpdates(batch, stored, shown, layouts)
 
     def comes_again(
         self,
@@ -227,8 +228,9 @@ class RecurringUpdates:
             return False
         if not all(map(same_objects, groups, self._groups)):
             return False
-        gradients = [parameter.grad for parameter in self._parameters]
-        if any(type(gradient) is not StoredTensor or gradient.views for gradient in gradients):
+        given = (parameter.grad for parameter in self._parameters)
+        gradients = [gradient for gradient in given if isinstance(gradient, StoredTensor) and not gradient.views]
+        if len(gradients) < len(self._parameters):
             return False
         same = (
             [gradient.stored.key for gradient in gradients] == self._spaces

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,8 @@ from zinf_fx.runtime.tensor.stored_tensor import (
     take_implementation,
 )
 from zinf_fx.runtime.tensor.views import Kind
+
+T = TypeVar("T")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +80,7 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
     return leaf
 
 
-def local_input(value: object) -> object:
+def local_input(value: T) -> T | StoredTensor:
     """What a graph takes in place of `value`, which its caller gives: see [Note: DTensor parameters]."""
     parameter = stored_parameter(value)
     return value if parameter is None else parameter

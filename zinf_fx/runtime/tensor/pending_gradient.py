@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ B = TypeVar("B")
 class GradientConsumer(Protocol):
     """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
 
-    def take_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def take_gradients(self, parameters: Sequence[Any]) -> None:  # stored tensors, which are known above
         """The parameters' `grad` is whole, and what is left of backward needs neither it nor their values."""
 
     def make_room(self, nbytes: int) -> None:
