@@ -14,7 +14,9 @@ import zinf_fx.checkpoint.manager
 import zinf_fx.observe.recording  # noqa: F401
 from zinf_fx.frontend.explain import plan_model
 
-if torch.version.cuda is None:  # derivatives would start threads for a device, which no fork takes along
+if torch.cuda.device_count() == 0:  # threads of devices' derivatives are what no fork takes along
+    # The first derivatives start a thread for each device; while a graph is captured, these would be pretended ones.
+    torch.ones((), requires_grad=True).backward()
     tqdm.tqdm.monitor_interval = 0  # nor does one take this thread along
     for (batch,) in training.batches(1, 0, 1):
         plan_model(training.model(), batch, placement="infinity-nvme", world_size=2)
