@@ -14,7 +14,7 @@ TRAIN = """
 import sys, torch, zinf_fx
 torch.manual_seed(0)
 with zinf_fx.offloading(store=sys.argv[1], placement="nvme"):
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])
 compiled = torch.compile(model, backend="zinf")
 optimizer = zinf_fx.optim.AdamW(model.parameters())
 step = 0

@@ -459,16 +459,16 @@ def test_random_numbers_by_layout(tmp_path: Path) -> None:
 def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     """As planned, and as measured."""
     torch.manual_seed(0)
-    model, batch, options = Model(blocks=1), tokens(4), {"pack": None, "residency": False, "placement": "nvme"}
+    model, batch, options = Model(blocks=1), tokens(2), {"pack": None, "residency": False, "placement": "nvme"}
     one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
-    planning = plan_model(model, batch, micro_batches=4, **options)
-    assert ", 4 micro-batches" in planning.text()
+    planning = plan_model(model, batch, micro_batches=2, **options)
+    assert ", 2 micro-batches" in planning.text()
     (all_of_them,) = planning.plans
     assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
     assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
 
     moved = {}
-    for count, inputs in ((1, tuple(x[:PART] for x in batch)), (4, batch)):
+    for count, inputs in ((1, tuple(x[:PART] for x in batch)), (2, batch)):
         torch._dynamo.reset()
         twin, compiled = twin_of(model, tmp_path, micro_batches=count, pack=None, residency=False)
         optimizer = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
@@ -481,7 +481,7 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
         after = zinf_fx.stats(twin)
         moved[count] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
     # The head of the next step may have been fetched when the step is over, or not.
-    assert moved[4] == pytest.approx(moved[1], rel=0.2)
+    assert moved[2] == pytest.approx(moved[1], rel=0.2)
 
 
 def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Path) -> None:

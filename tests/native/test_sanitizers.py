@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,21 +20,33 @@ def sanitizer(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def built(program: str, sanitizer: str, folder: Path, *more: str) -> Path:
-    """The program of a file beside this one, with the engine's. `more`: other files beside it, and options."""
-    options = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-    sources = [f"{program}.c", *more, *(NATIVE / name for name in SOURCES)]
-    command = ["cc", *options, f"-I{NATIVE}", *sources, "-o", folder / program, "-ldl", "-lpthread"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+def compile_with(sanitizer: str, *arguments: object) -> None:
+    options = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}", f"-I{NATIVE}"]
+    done = subprocess.run(["cc", *options, *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
     if f"lib{'tsan' if sanitizer == 'thread' else 'asan'}" in done.stderr:
         pytest.skip("the compiler's sanitizer library is not installed")
     assert done.returncode == 0, done.stderr
-    return folder / program
 
 
 @pytest.fixture(scope="module")
-def stress(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("stress", sanitizer, tmp_path_factory.mktemp("stress"), "faults.c")
+def build(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds the program of a file beside this one with the engine, which is compiled once. Other files beside it, and
+    options, may follow its name."""
+    folder = tmp_path_factory.mktemp("native")
+    engine_objects = [folder / f"{Path(name).stem}.o" for name in SOURCES]
+    for name, compiled in zip(SOURCES, engine_objects, strict=True):
+        compile_with(sanitizer, "-c", NATIVE / name, "-o", compiled)
+
+    def build(program: str, *more: str) -> Path:
+        compile_with(sanitizer, f"{program}.c", *more, *engine_objects, "-o", folder / program, "-ldl", "-lpthread")
+        return folder / program
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def stress(build: Callable[..., Path]) -> Path:
+    return build("stress", "faults.c")
 
 
 @pytest.mark.parametrize("provider", ["aio", "threads", slow("buffered")])
@@ -43,9 +56,9 @@ def test_stress(stress: Path, provider: str, tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def opening(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def opening(build: Callable[..., Path]) -> Path:
     wrapped = (f"-Wl,--wrap={name}" for name in ("calloc", "eventfd", "pthread_create", "syscall"))
-    return built("opening", sanitizer, tmp_path_factory.mktemp("opening"), *wrapped)
+    return build("opening", *wrapped)
 
 
 @pytest.mark.parametrize("provider", ["aio", "threads"])
@@ -54,6 +67,6 @@ def test_whatever_fails_while_an_engine_is_opened_leaves_nothing_behind(opening:
     assert done.returncode == 0, done.stderr
 
 
-def test_work_that_threads_share(sanitizer: str, tmp_path: Path):
-    done = subprocess.run(built("divide", sanitizer, tmp_path), capture_output=True, text=True, timeout=120)
+def test_work_that_threads_share(build: Callable[..., Path]):
+    done = subprocess.run(build("divide"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,7 @@ import zinf_fx
 from zinf_fx.frontend import decisions
 from zinf_fx.plan.hardware import Hardware
 
-COUNT, STEPS = 4, 2
-FEW = 2  # for a batch whose divisions are all planned
+COUNT, STEPS = 2, 2
 
 
 def trained(rank: int, group: object, tied: bool) -> tuple[float, int, int]:
@@ -47,7 +46,7 @@ def trained(rank: int, group: object, tied: bool) -> tuple[float, int, int]:
 def decided(rank: int) -> float:
     """The largest difference of a parameter to DistributedDataParallel's; by itself, the second rank finds that nothing
     fits."""
-    _, parameters = training.train_ddp(1, FEW, eps=1e-2)
+    _, parameters = training.train_ddp(1, COUNT, eps=1e-2)
     machine = decisions.this_machine
 
     def smaller(*arguments: object) -> Hardware:
@@ -58,7 +57,7 @@ def decided(rank: int) -> float:
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, eps=1e-2)
     run = torch.compile(stored, backend="zinf", dynamic=True, options={"micro_batches": "auto"})
     with mock.patch.object(decisions, "this_machine", smaller):
-        for step in training.batches(1, rank, FEW):
+        for step in training.batches(1, rank, COUNT):
             run(*(torch.cat(parts) for parts in zip(*step, strict=True))).backward()
             optimizer.step()
     with zinf_fx.gathered(stored) as values:

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from gate import slow
 from ranks.launching import on_ranks
+from torch import nn
+from torch.nn import functional as F
 
 import zinf_fx
 
 
-def losses(rank: int, compiled: bool) -> list[tuple[float, float]]:
-    """Of DistributedDataParallel, and of zinf, in each step."""
+class Routed(nn.Module):
+    """A language model with an expert for each token, whose weights are rows of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.router = nn.Embedding(64, 32), nn.Linear(32, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(shape) / 8) for shape in ((4, 32, 48), (4, 48, 32)))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        x = self.tokens(input_ids)
+        weight, expert = self.router(x).softmax(-1).max(-1, keepdim=True)
+        up, down = self.up[expert[..., 0]], self.down[expert[..., 0]]
+        x = x + weight * (F.gelu(x[..., None, :] @ up) @ down)[..., 0, :]
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+def mixtral() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=64,
         hidden_size=32,
@@ -23,7 +43,16 @@ def losses(rank: int, compiled: bool) -> list[tuple[float, float]]:
         num_local_experts=4,
         num_experts_per_tok=1,
     )
-    model, twin = transformers.MixtralForCausalLM(config), transformers.MixtralForCausalLM(config)
+    return transformers.MixtralForCausalLM(config)
+
+
+MODELS = {"routed": Routed, "mixtral": mixtral}
+
+
+def losses(rank: int, name: str, compiled: bool) -> list[tuple[float, float]]:
+    """Of DistributedDataParallel, and of zinf, in each step."""
+    torch.manual_seed(0)
+    model, twin = MODELS[name](), MODELS[name]()
     twin.load_state_dict(model.state_dict())
     plain = torch.nn.parallel.DistributedDataParallel(twin)
     zinf_fx.offload(model, placement="zero-3")
@@ -46,7 +75,9 @@ def losses(rank: int, compiled: bool) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compiled", "eager"])
-def test_ranks_that_route_to_different_experts_train_as_distributed_data_parallel(compiled: bool):
-    for found in on_ranks(2, losses, compiled):
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("routed", True), slow("routed", False), slow("mixtral", True), slow("mixtral", False)]
+)
+def test_ranks_that_route_to_different_experts_train_as_distributed_data_parallel(name: str, compiled: bool):
+    for found in on_ranks(2, losses, name, compiled):
         assert all(mine == plain for plain, mine in found)

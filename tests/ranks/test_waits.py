@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
@@ -118,13 +117,23 @@ CALLS: dict[str, Callable[..., object]] = {
 }
 
 
+class Layer(torch.nn.Linear):
+    """Gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 def one_calls(rank: int, folder: str, call: str, timeout: float) -> tuple[str, str, float]:
     """How each rank's call ends, where the last one calls something else than a step."""
-    model = zinf_fx.offload(training.model(), process_group=dist.new_group(), collective_timeout=timeout)
+    model = zinf_fx.offload(Layer(), process_group=dist.new_group(), collective_timeout=timeout)
     run = torch.compile(model, backend="zinf")
     manager = zinf_fx.CheckpointManager(Path(folder, "run"), model, every_steps=1)
     zinf_fx.save_checkpoint(Path(folder, "old"), model)
-    ((batch,),) = training.batches(1, rank, 1)
+    batch = (torch.full((2, 8), 1.0 + rank),)
     run(*batch).backward()
     mine = call if rank == dist.get_world_size() - 1 else "step"
     return ended_by(lambda: CALLS[mine](model, run, batch, Path(folder), manager))
@@ -151,9 +160,9 @@ def test_so_is_one_that_calls_another_thing(size: int, call: str, tmp_path: Path
 
 def two_models(rank: int, call: str) -> tuple[str, str, float]:
     """How it ends when one rank runs a step of a model, and the other one of another, or reads a parameter of that."""
-    models = [zinf_fx.offload(training.model(), process_group=dist.new_group()) for _ in range(2)]
+    models = [zinf_fx.offload(Layer(), process_group=dist.new_group()) for _ in range(2)]
     runs = [torch.compile(model, backend="zinf") for model in models]
-    ((batch,),) = training.batches(1, rank, 1)
+    batch = (torch.full((2, 8), 1.0 + rank),)
     for run in runs:
         run(*batch).backward()
     mine = CALLS[call if rank else "step"]
@@ -195,11 +204,11 @@ def test_ranks_are_told_whichever_threads_have_waited_before():
 
 def one_is_killed(rank: int, folder: str, call: str) -> tuple[str, str, float]:
     """How the other ranks' call ends when the last one is killed before it."""
-    model = zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=60.0)
+    model = zinf_fx.offload(Layer(), placement="zero-3", collective_timeout=60.0)
     run = torch.compile(model, backend="zinf")
     manager = zinf_fx.CheckpointManager(Path(folder, "run"), model, every_steps=1)
     zinf_fx.save_checkpoint(Path(folder, "old"), model)
-    ((batch,),) = training.batches(1, rank, 1)
+    batch = (torch.full((2, 8), 1.0 + rank),)
     run(*batch).backward()
     if rank == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,8 +25,8 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.frozen = nn.Linear(HIDDEN, HIDDEN)
         self.frozen.weight.requires_grad_(False)
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
         self.unused = nn.Linear(7, 3)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         if tied:
