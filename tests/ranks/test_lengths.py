@@ -70,7 +70,7 @@ def trained(
 
 
 CASES = [
-    ("infinity-nvme", True, {}, 1, False, 5),
+    ("infinity-nvme", True, {}, 1, False, 2),
     ("zero-3", None, {"tile": "8KiB", "activations": "recompute"}, 2, True, 2),
     ("infinity-nvme", None, {"device_memory": "160KiB"}, 1, False, 2),
     *(
@@ -78,6 +78,7 @@ CASES = [
         for case in [
             ("zero-3", None, {"tile": "8KiB", "activations": "recompute"}, 2, True),
             ("infinity-nvme", None, {"device_memory": "160KiB"}, 1, False),
+            ("infinity-nvme", True, {}, 1, False),
             ("infinity-nvme", None, {}, 1, False),
             ("zero-2", None, {}, 2, True),
             ("zero-1", False, {}, 1, False),
