@@ -30,8 +30,8 @@ from zinf_fx.frontend.estimate import (
     of_transformer,
 )
 from zinf_fx.plan import hardware
+from zinf_fx.plan.checkpoint_bytes import CheckpointSizes, Saving, checkpoints
 from zinf_fx.plan.hardware import Disks, Hardware, Link, Memory
-from zinf_fx.plan.saving import CheckpointSizes, Saving, checkpoints
 
 DGX_2 = hardware.load("dgx-2")
 FOUR = replace(DGX_2, ranks_per_node=4)

@@ -26,7 +26,7 @@ from zinf_fx.observe.recording import Recording, Step
 from zinf_fx.plan.hardware import load
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
-from zinf_fx.plan.simulation.timeline import LANES, Slice, slices
+from zinf_fx.plan.simulation.timeline import LANES, TimelineSlice, slices
 from zinf_fx.runtime import recorder
 from zinf_fx.runtime.execute.executor import EXECUTOR
 from zinf_fx.runtime.recorder import RECORDER, Log, Recorder
@@ -93,16 +93,16 @@ class Training:
         return before.bytes_read, before.bytes_written
 
 
-def planned_slices(plan: Plan) -> list[Slice]:
+def planned_slices(plan: Plan) -> list[TimelineSlice]:
     hardware = load("rtx-4090")
     return slices(plan, simulate_plan(plan, hardware))
 
 
-def names(found: list[Slice] | tuple[Slice, ...], *lanes: str) -> Counter[str]:
+def names(found: list[TimelineSlice] | tuple[TimelineSlice, ...], *lanes: str) -> Counter[str]:
     return Counter(one.name for one in found if one.lane in lanes)
 
 
-def kinds(found: list[Slice] | tuple[Slice, ...], lane: str) -> set[str]:
+def kinds(found: list[TimelineSlice] | tuple[TimelineSlice, ...], lane: str) -> set[str]:
     return {name.partition(" ")[0] for name in names(found, lane)}
 
 

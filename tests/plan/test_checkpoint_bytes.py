@@ -13,7 +13,7 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.checkpoint.manifest import manifest_of
-from zinf_fx.plan.saving import checkpoint_sizes
+from zinf_fx.plan.checkpoint_bytes import checkpoint_sizes
 
 
 class Net(nn.Module):

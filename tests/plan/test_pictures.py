@@ -19,11 +19,11 @@ import zinf_fx
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
+from zinf_fx.plan.show.chrome import TraceProcess, planned_process, to_chrome
 from zinf_fx.plan.show.dot import to_dot
 from zinf_fx.plan.show.html import to_html
 from zinf_fx.plan.simulation.simulate import Simulation, simulate_plan
-from zinf_fx.plan.simulation.timeline import LANES, Slice, memory_curves, slices, waits
+from zinf_fx.plan.simulation.timeline import LANES, TimelineSlice, memory_curves, slices, waits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import small
@@ -115,9 +115,11 @@ def test_what_compute_waits_for_is_between_its_jobs():
 
 
 def test_processes_stand_side_by_side_and_overlapping_slices_in_tracks_of_their_own():
-    one = Slice("fetch", "fetch a", 0.0, 2.0, 10, "")
-    two, three = (Slice("fetch", f"fetch {name}", start, 3.0, 10, "") for name, start in (("b", 1.0), ("c", 2.0)))
-    events = json.loads(to_chrome(Process("first", [one]), Process("second", [three, one, two], start=0.5)))
+    a, b, c = (
+        TimelineSlice("fetch", f"fetch {name}", start, end, 10, "")
+        for name, start, end in (("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 2.0, 3.0))
+    )
+    events = json.loads(to_chrome(TraceProcess("first", [a]), TraceProcess("second", [c, a, b], start=0.5)))
     events = events["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {1: "first", 2: "second"}

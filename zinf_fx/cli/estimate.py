@@ -17,7 +17,7 @@ from zinf_fx.frontend.estimate import Estimate, Optimizer, Prediction, Workload,
 from zinf_fx.placement import TIERS, Tier
 from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
-from zinf_fx.plan.show.saving import checkpoints_text, days_text
+from zinf_fx.plan.show.checkpoint_bytes import checkpoints_text, days_text
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import counted, digits, table
 

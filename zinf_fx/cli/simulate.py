@@ -13,11 +13,11 @@ from zinf_fx.cli.planning import plans_of_target
 from zinf_fx.config import parse_count, shortened
 from zinf_fx.errors import ConfigError, PlanError
 from zinf_fx.frontend.explain import Planning
+from zinf_fx.plan.checkpoint_bytes import checkpoint_sizes, checkpoints
 from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.plan.placement.fit import Fit, fit_of
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import checkpoint_sizes, checkpoints
-from zinf_fx.plan.show.saving import checkpoints_text
+from zinf_fx.plan.show.checkpoint_bytes import checkpoints_text
 from zinf_fx.plan.simulation.batch import batch_of, with_batch
 from zinf_fx.plan.simulation.operator_time import decided_by_launches
 from zinf_fx.plan.simulation.simulate import Simulation, Stall, simulate_plan

@@ -27,6 +27,7 @@ from zinf_fx.cycles import no_search_for_cycles
 from zinf_fx.errors import BudgetError, ConfigError
 from zinf_fx.frontend.explain import captured_graphs
 from zinf_fx.placement import Placement, Tier
+from zinf_fx.plan.checkpoint_bytes import Checkpoints, CheckpointSizes, checkpoint_sizes, checkpoints
 from zinf_fx.plan.hardware import SECONDS_PER_DAY, Hardware
 from zinf_fx.plan.memory.accounting import Traffic, phases
 from zinf_fx.plan.memory.use import chunk_buffers, host_states, staying_on_device
@@ -34,7 +35,6 @@ from zinf_fx.plan.placement.decision import as_placed, needed_with_values
 from zinf_fx.plan.placement.placing import Rooms, capacities
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.rates import Rates
-from zinf_fx.plan.saving import Checkpoints, CheckpointSizes, checkpoint_sizes, checkpoints
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.sharding import Groups
 from zinf_fx.plan.simulation.event_graph import Job

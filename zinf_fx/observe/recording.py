@@ -21,9 +21,9 @@ from zinf_fx.plan import hardware as descriptions
 from zinf_fx.plan.hardware import THIS_MACHINE, Hardware
 from zinf_fx.plan.intervals import covered
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.show.chrome import Process, planned_process, to_chrome
+from zinf_fx.plan.show.chrome import TraceProcess, planned_process, to_chrome
 from zinf_fx.plan.simulation.simulate import simulate_plan
-from zinf_fx.plan.simulation.timeline import LANE_OF, LANES_AND_WAITS, Lane, MemoryCurve, Slice
+from zinf_fx.plan.simulation.timeline import LANE_OF, LANES_AND_WAITS, Lane, MemoryCurve, TimelineSlice
 from zinf_fx.runtime.ranks import ALONE
 from zinf_fx.runtime.recorder import RECORDER, Log, Note
 from zinf_fx.runtime.tensor.local_parameter import stored_in
@@ -48,7 +48,7 @@ class Step:
 
     start: float
     end: float
-    slices: tuple[Slice, ...]
+    slices: tuple[TimelineSlice, ...]
 
     @property
     def seconds(self) -> float:
@@ -95,8 +95,8 @@ class Recording:
         if self._ranks.size > 1:
             path = path.with_suffix(f".rank{self._ranks.rank}{path.suffix}")
             name = f"measured, rank {self._ranks.rank} of {self._ranks.size}"
-        steps = [Slice("step", f"step {n}", step.start, step.end, 0, "") for n, step in enumerate(self.steps)]
-        measured = Process(name, [*steps, *_all(self.steps)], self.memory)
+        steps = [TimelineSlice("step", f"step {n}", step.start, step.end, 0, "") for n, step in enumerate(self.steps)]
+        measured = TraceProcess(name, [*steps, *_all(self.steps)], self.memory)
         try:
             path.write_text(to_chrome(*self._planned, measured) + "\n", encoding="utf-8")
         except OSError as error:
@@ -104,7 +104,7 @@ class Recording:
         return path
 
     @cached_property
-    def _planned(self) -> list[Process]:
+    def _planned(self) -> list[TraceProcess]:
         """A simulated step of each plan; without slices where it can't be simulated."""
         processes = []
         for plan, start in zip(self.plans, self._began, strict=True):
@@ -113,7 +113,7 @@ class Recording:
                 simulation = simulate_plan(plan, hardware)
                 processes.append(planned_process(plan, simulation, hardware, start))
             except (PlanError, ConfigError) as error:
-                processes.append(Process(f"planned, but not simulated: {error}", ()))
+                processes.append(TraceProcess(f"planned, but not simulated: {error}", ()))
         return processes
 
     def __str__(self) -> str:
@@ -165,7 +165,7 @@ class Recording:
             self._ranks = stored.stored.share.ranks
         now, began = time.perf_counter(), log.began
         self._on_host = log.on_host
-        slices: dict[int, list[Slice]] = {run.step: [] for run in log.runs}
+        slices: dict[int, list[TimelineSlice]] = {run.step: [] for run in log.runs}
         for note in log.notes:
             slices.setdefault(note.step, []).append(_slice(note, began, now))
         starts = {run.step: run.began - began for run in reversed(log.runs)}
@@ -189,15 +189,16 @@ class Recording:
         self.memory = tuple(curves)
 
 
-def _all(steps: Iterable[Step]) -> Iterator[Slice]:
+def _all(steps: Iterable[Step]) -> Iterator[TimelineSlice]:
     return chain.from_iterable(step.slices for step in steps)
 
 
-def _slice(note: Note, began: float, now: float) -> Slice:
+def _slice(note: Note, began: float, now: float) -> TimelineSlice:
     start, end = note.seconds()
     detail = note.detail if end is not None else f"{note.detail} (not over when the recording ended)".lstrip()
     name = f"{note.kind} {note.subject}".rstrip()
-    return Slice(LANE_OF[note.kind], name, start - began, (now if end is None else end) - began, note.nbytes, detail)
+    until = (now if end is None else end) - began
+    return TimelineSlice(LANE_OF[note.kind], name, start - began, until, note.nbytes, detail)
 
 
 def _described(hardware: Hardware | str, model: torch.nn.Module) -> Hardware:
@@ -219,10 +220,10 @@ def _stored_in(model: torch.nn.Module) -> StoredTensor | None:
     return next((stored for parameter in parameters for stored in stored_in(parameter)), None)
 
 
-def _joined(slices: Iterable[Slice]) -> list[Slice]:
+def _joined(slices: Iterable[TimelineSlice]) -> list[TimelineSlice]:
     """Sort slices by their start, and join those of one name while they overlap: a tile's segments, or an optimizer's
     states, are transferred piece by piece."""
-    joined: list[Slice] = []
+    joined: list[TimelineSlice] = []
     last: dict[tuple[str, str], int] = {}
     for piece in sorted(slices, key=lambda piece: piece.start):
         key = (piece.name, piece.detail)
@@ -259,6 +260,6 @@ def record(model: torch.nn.Module, hardware: Hardware | str = "rtx-4090") -> Ite
         recording._take(log, model)
 
 
-def _covered(slices: Iterable[Slice], begin: float = -math.inf) -> float:
+def _covered(slices: Iterable[TimelineSlice], begin: float = -math.inf) -> float:
     """Return the seconds from `begin` on in which any of these goes on."""
     return covered((max(piece.start, begin), piece.end) for piece in slices)

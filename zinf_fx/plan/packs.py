@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from zinf_fx.config import Config, Placement, Tier
-from zinf_fx.plan.schedule import Member, Tile
+from zinf_fx.plan.schedule import PackMember, Tile
 from zinf_fx.sizes import blocks
 
 # PyTorch's types of devices that compute in host memory.
@@ -109,6 +109,8 @@ def pack_of(tiles: Sequence[Tile]) -> Tile:
     """The tile that the tiles of some parameters are together."""
     first, others = tiles[0], len(tiles) - 1
     *starts, end = starts_of((tile.numel for tile in tiles), first.dtype)
-    members = tuple(Member(tile.name, tile.shape, start, tile.shard) for tile, start in zip(tiles, starts, strict=True))
+    members = tuple(
+        PackMember(tile.name, tile.shape, start, tile.shard) for tile, start in zip(tiles, starts, strict=True)
+    )
     name = f"{first.name} and {others} other{'s' if others > 1 else ''}"
     return replace(first, name=name, shape=(end,), shard=sum(tile.shard for tile in tiles), members=members)

@@ -15,7 +15,7 @@ from zinf_fx.plan.lifetimes import Lifetimes
 from zinf_fx.plan.schedule import GraphKind, GraphSchedule, MemoryRegions, Tile, UpdateSchedule
 
 FORMAT = "zinf_fx plan"
-SCHEMA = 10
+SCHEMA = 11
 """Version of a plan file: another one for every change of its fields, and of when a buffer is needed, by which they are
 checked."""
 

@@ -26,7 +26,7 @@ CHUNKS = 3
 
 
 @dataclass(frozen=True)
-class Member:
+class PackMember:
     """A parameter in a pack: its qualified name, its shape, its first element there, and as of a tile, its `shard`."""
 
     name: str
@@ -84,7 +84,7 @@ class Tile:
     replicas: Positive = 1
     segment: Natural = 0
     owned: bool = False
-    members: tuple[Member, ...] = ()
+    members: tuple[PackMember, ...] = ()
     state_tier: Tier | None = None
     state_dtype: StateForm | None = None
     master_dtype: MasterForm | None = None
@@ -260,7 +260,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PlannedChunk:
     """What the optimizer updates at a time, in one place: on the device where states live there, else on the CPU."""
 
     slices: tuple[Slice, ...]
@@ -286,7 +286,7 @@ class UpdateSchedule:
     """The optimizer's step that follows a plan's graphs: its chunks, and its events in the order in which the program
     comes to them. Each happens as soon as what it needs is there: the update before it, its reads, its place."""
 
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PlannedChunk, ...] = ()
     events: tuple[UpdateEvent, ...] = ()
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.plan.chunks import AT_ONCE, Member, charged, cut, elements_of_chunk, part_of
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import CHUNKS, Chunk, Slice, Tile, UpdateEvent, UpdateSchedule
+from zinf_fx.plan.schedule import CHUNKS, PlannedChunk, Slice, Tile, UpdateEvent, UpdateSchedule
 from zinf_fx.sizes import blocks
 
 
@@ -110,7 +110,7 @@ def update_of(
             cuts.append([(there[piece.members.start][0], piece.elements[0]) for piece in slices])
     cuts.sort(key=lambda slices: slices[0][0].place)
     chunks = tuple(
-        Chunk(
+        PlannedChunk(
             tuple(Slice(owner.tile, some.start, len(some), owner.member) for owner, some in slices),
             slices[0][0].on_device,
         )
@@ -126,7 +126,7 @@ def update_of(
 
 
 def _events(
-    plan: Plan, chunks: tuple[Chunk, ...], offsets: list[int | None], together: int, prefetched: int
+    plan: Plan, chunks: tuple[PlannedChunk, ...], offsets: list[int | None], together: int, prefetched: int
 ) -> Iterator[UpdateEvent]:
     """`prefetched`: of how many chunks backward reads what it can."""
     costs = [cost_of(plan, chunk) for chunk in chunks]
@@ -177,7 +177,7 @@ class ChunkCost:
     splits: int = 0
 
 
-def cost_of(plan: Plan, chunk: Chunk, in_place: bool = False) -> ChunkCost:
+def cost_of(plan: Plan, chunk: PlannedChunk, in_place: bool = False) -> ChunkCost:
     """The cost of a chunk. Slices begin at whole blocks of the store, so all chunks together have exactly what their
     parameters have. `in_place`: gradients that can be are consumed where they were computed, and not read."""
     total = ChunkCost()
@@ -213,7 +213,7 @@ def can_be_consumed_in_place(tile: Tile) -> bool:
     return tile.rows is None and tile.ranks == 1
 
 
-def names_in(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
+def names_in(plan: Plan, chunk: PlannedChunk) -> tuple[str, ...]:
     """The names of the tiles that a chunk's parameters are of."""
     return tuple(dict.fromkeys(plan.tiles[part.tile].name for part in chunk.slices))
 

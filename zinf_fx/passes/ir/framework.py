@@ -18,7 +18,7 @@ from zinf_fx.config import Config
 from zinf_fx.plan.memory.use import HostUse, gradient_buffer, living_on, write_buffer
 from zinf_fx.plan.plan import Choice
 from zinf_fx.plan.rates import NOMINAL, Rates
-from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Member, MemoryRegions, Tile, UpdateSchedule
+from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, MemoryRegions, PackMember, Tile, UpdateSchedule
 
 # Node metadata that passes write and later stages read.
 OPERATOR = "zinf_operator"  # number of the operator that a computing node belongs to; PROLOGUE before the first
@@ -167,7 +167,7 @@ class GraphContext:
         leaving = [tile for token, tile in self.tiles.items() if tile.activation or token in self.written]
         return write_buffer([tile.held_nbytes for tile in leaving if tile.tier == "nvme"], self.limit)
 
-    def member_of(self, node: fx.Node) -> Member:
+    def member_of(self, node: fx.Node) -> PackMember:
         """The parameter that a node takes out of a pack."""
         number = node.kwargs["number"]
         assert isinstance(number, int)

@@ -11,11 +11,19 @@ from typing import Any
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation
-from zinf_fx.plan.simulation.timeline import LANES_AND_WAITS, MemoryCurve, Slice, in_rows, memory_curves, slices, waits
+from zinf_fx.plan.simulation.timeline import (
+    LANES_AND_WAITS,
+    MemoryCurve,
+    TimelineSlice,
+    in_rows,
+    memory_curves,
+    slices,
+    waits,
+)
 
 
 @dataclass(frozen=True)
-class Process:
+class TraceProcess:
     """One timeline of a trace.
 
     Attributes:
@@ -23,47 +31,47 @@ class Process:
     """
 
     name: str
-    slices: Sequence[Slice]
+    slices: Sequence[TimelineSlice]
     memory: Sequence[MemoryCurve] = ()
     start: float = 0.0
 
 
-def planned_process(plan: Plan, simulation: Simulation, hardware: Hardware, start: float = 0.0) -> Process:
+def planned_process(plan: Plan, simulation: Simulation, hardware: Hardware, start: float = 0.0) -> TraceProcess:
     """A simulated step. `start`: of the step, in the trace."""
-    return Process(
+    return TraceProcess(
         f"planned, on {hardware.name}",
-        [Slice("step", "step", 0.0, simulation.seconds, 0, ""), *slices(plan, simulation), *waits(simulation)],
+        [TimelineSlice("step", "step", 0.0, simulation.seconds, 0, ""), *slices(plan, simulation), *waits(simulation)],
         memory_curves(plan, simulation),
         start,
     )
 
 
-def to_chrome(*processes: Process) -> str:
+def to_chrome(*processes: TraceProcess) -> str:
     """The trace: one track per lane, or several where its slices overlap, and counters of the memories. Times are in
     microseconds."""
     events = [event for number, process in enumerate(processes, start=1) for event in _events(number, process)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
+def _events(pid: int, process: TraceProcess) -> Iterator[dict[str, Any]]:
     yield _named(pid, "process_name", 0, {"name": process.name})
     yield _named(pid, "process_sort_index", 0, {"sort_index": pid})
     tid = 0
     for lane in ("step", *LANES_AND_WAITS):
-        for row in in_rows([piece for piece in process.slices if piece.lane == lane]):
+        for row in in_rows([bar for bar in process.slices if bar.lane == lane]):
             yield _named(pid, "thread_name", tid, {"name": lane})
             yield _named(pid, "thread_sort_index", tid, {"sort_index": tid})
-            for piece in row:
-                begin, end = _nanoseconds(process, piece.start), _nanoseconds(process, piece.end)
+            for bar in row:
+                begin, end = _nanoseconds(process, bar.start), _nanoseconds(process, bar.end)
                 yield {
                     "ph": "X",
                     "pid": pid,
                     "tid": tid,
-                    "name": piece.name,
+                    "name": bar.name,
                     "cat": lane,
                     "ts": begin / 1e3,
                     "dur": (end - begin) / 1e3,
-                    "args": {"of": piece.detail, "bytes": piece.nbytes},
+                    "args": {"of": bar.detail, "bytes": bar.nbytes},
                 }
             tid += 1
     for curve in process.memory:
@@ -73,7 +81,7 @@ def _events(pid: int, process: Process) -> Iterator[dict[str, Any]]:
             yield {"ph": "C", "pid": pid, "name": name, "ts": at, "args": {"bytes": nbytes} | held}
 
 
-def _nanoseconds(process: Process, seconds: float) -> int:
+def _nanoseconds(process: TraceProcess, seconds: float) -> int:
     """What viewers count in: rounded once, so that a slice doesn't end after the beginning of the next."""
     return round((process.start + seconds) * 1e9)
 

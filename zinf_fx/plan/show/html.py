@@ -12,7 +12,7 @@ from typing import Any
 from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import Simulation
-from zinf_fx.plan.simulation.timeline import LANES, Slice, in_rows, memory_curves, slices
+from zinf_fx.plan.simulation.timeline import LANES, TimelineSlice, in_rows, memory_curves, slices
 
 
 def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) -> str:
@@ -30,17 +30,17 @@ def to_html(plan: Plan, simulation: Simulation, hardware: Hardware, title: str) 
     return files("zinf_fx.plan.show").joinpath("page.html").read_text(encoding="utf-8").replace("@DATA@", text)
 
 
-def _placed(unplaced: Sequence[Slice]) -> list[dict[str, Any]]:
+def _placed(unplaced: Sequence[TimelineSlice]) -> list[dict[str, Any]]:
     """Slices in the order of their start, each with the numbers of its lane and of its row in it: those that are under
     way at once lie in rows of their own."""
-    by_lane: dict[str, list[Slice]] = {lane: [] for lane in LANES}
-    for piece in unplaced:
-        by_lane[piece.lane].append(piece)
+    by_lane: dict[str, list[TimelineSlice]] = {lane: [] for lane in LANES}
+    for bar in unplaced:
+        by_lane[bar.lane].append(bar)
     placed: list[dict[str, Any]] = [
-        asdict(piece) | {"lane": lane, "row": row}
+        asdict(bar) | {"lane": lane, "row": row}
         for lane, of_lane in enumerate(by_lane.values())
         for row, in_row in enumerate(in_rows(of_lane))
-        for piece in in_row
+        for bar in in_row
     ]
     return sorted(placed, key=itemgetter("start"))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from zinf_fx.plan.checkpoint_bytes import checkpoint_sizes
 from zinf_fx.plan.memory.accounting import flows
 from zinf_fx.plan.memory.use import arena_by_operator
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import checkpoint_sizes
 
 
 def to_json(plans: Sequence[Plan], decision: Decision | None = None, divisions: Sequence[Division] = ()) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 
 from zinf_fx.config import FrozenDtype, FrozenPatterns
+from zinf_fx.plan.checkpoint_bytes import checkpoint_sizes
 from zinf_fx.plan.lifetimes import TRANSFERS
 from zinf_fx.plan.memory.accounting import flows, phases
 from zinf_fx.plan.memory.use import host_arena, host_states, peak_host_bytes
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.saving import checkpoint_sizes
-from zinf_fx.plan.schedule import PROLOGUE, Chunk, GraphSchedule
+from zinf_fx.plan.schedule import PROLOGUE, GraphSchedule, PlannedChunk
 from zinf_fx.plan.show.curve import ASCII, Glyphs
 from zinf_fx.plan.show.living import placement_lines
 from zinf_fx.plan.show.memory_curve import render_curves
@@ -205,7 +205,7 @@ def _update(plan: Plan, short: Mapping[str, str]) -> str:
     return f"ADAM STEP: {count}; sizes in {unit}\n\n{_layout(header, rows, left=(1,))}"
 
 
-def _modules(plan: Plan, chunk: Chunk, short: Mapping[str, str]) -> list[str]:
+def _modules(plan: Plan, chunk: PlannedChunk, short: Mapping[str, str]) -> list[str]:
     """The short names of the modules of a chunk's parameters."""
     tiles = ((plan.tiles[part.tile], part.member) for part in chunk.slices)
     names = (tile.members[member].name if tile.members else tile.name for tile, member in tiles)

@@ -43,7 +43,7 @@ _OPTIMIZER = {"read_states": "states read", "update": "the optimizer's arithmeti
 
 
 @dataclass(frozen=True)
-class Slice:
+class TimelineSlice:
     """One job in its lane: `start` and `end` in seconds, `nbytes` that it moves, `detail` for people."""
 
     lane: Lane
@@ -66,7 +66,7 @@ class MemoryCurve:
     budget: int | None
 
 
-def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
+def slices(plan: Plan, simulation: Simulation) -> list[TimelineSlice]:
     """The jobs of a simulated step, in the order of their start."""
     operators = ((graph.kind, operator) for graph in plan.graphs for operator in graph.operators)
     labels = {(kind, str(operator.index)): operator.label for kind, operator in operators}
@@ -75,30 +75,30 @@ def slices(plan: Plan, simulation: Simulation) -> list[Slice]:
         detail = labels.get((job.kind, job.subject), job.subject)
         if job.parameters:
             detail = f"{_OPTIMIZER[job.kind]} of {_first_and_last(job.parameters)}"
-        drawn.append(Slice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
-    return sorted(drawn, key=lambda piece: piece.start)
+        drawn.append(TimelineSlice(LANE_OF[job.kind], job.name, timing.start, timing.end, job.nbytes, detail))
+    return sorted(drawn, key=lambda bar: bar.start)
 
 
-def waits(simulation: Simulation) -> list[Slice]:
+def waits(simulation: Simulation) -> list[TimelineSlice]:
     """Every time for which compute had nothing to do, one slice for each job that it waited for."""
     drawn = []
     for stall in simulation.stalls():
         now = stall.start
         for job, seconds in stall.waited_for:
             name = "wait states" if job.kind in _OPTIMIZER else f"wait {job.subject}"  # as the runtime calls them
-            drawn.append(Slice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
+            drawn.append(TimelineSlice("wait", name, now, now + seconds, 0, f"for {job.name}, before {stall.before}"))
             now += seconds
     return drawn
 
 
-def in_rows(unplaced: Iterable[Slice]) -> list[list[Slice]]:
+def in_rows(unplaced: Iterable[TimelineSlice]) -> list[list[TimelineSlice]]:
     """Divide slices into as few rows as it takes for no two of one to overlap, and at least one."""
-    rows: list[list[Slice]] = [[]]
-    for piece in sorted(unplaced, key=lambda piece: (piece.start, piece.end)):
-        free = next((row for row in rows if not row or row[-1].end <= piece.start), None)
+    rows: list[list[TimelineSlice]] = [[]]
+    for bar in sorted(unplaced, key=lambda bar: (bar.start, bar.end)):
+        free = next((row for row in rows if not row or row[-1].end <= bar.start), None)
         if free is None:
             rows.append(free := [])
-        free.append(piece)
+        free.append(bar)
     return rows
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from zinf_fx.errors import RanksError, StoreError
-from zinf_fx.plan.schedule import Member, Tile
+from zinf_fx.plan.schedule import PackMember, Tile
 from zinf_fx.runtime.lifecycle import Lifecycle
 from zinf_fx.runtime.memory.arena import Buffer
 from zinf_fx.runtime.memory.transfers import Ticket
@@ -303,7 +303,7 @@ class GatheredTile(InFlightTile):
             self._buffer.release()
 
 
-def _copied(member: Member) -> int:
+def _copied(member: PackMember) -> int:
     """How many elements of each rank's shard are copied: of a parameter in a pack of which no rank has all elements."""
     return member.shard if member.numel > member.shard else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zinf_fx.plan.saving import Checkpoints
+from zinf_fx.plan.checkpoint_bytes import Checkpoints
 from zinf_fx.sizes import in_words
 from zinf_fx.tables import digits, table
 
