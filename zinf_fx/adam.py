@@ -92,11 +92,11 @@ class AdamStates:
     def nbytes_by_dtype(self, elements: int, dtype: str) -> Counter[str]:
         """Bytes of the states of so many elements of a parameter in `dtype`, by theirs."""
         own = state_dtype(dtype, self.itemsize)
-        found = Counter({"int16" if self._is_split else own: elements * sum(self._master)})
-        found[own if self.moments is None else _DTYPES[self.moments]] += elements * self._moment * _MOMENTS
-        found["uint8"] += self._bits_nbytes(elements)
-        found["float32"] += self._scales_nbytes(elements) * _MOMENTS
-        return +found
+        nbytes = Counter({"int16" if self._is_split else own: elements * sum(self._master)})
+        nbytes[own if self.moments is None else _DTYPES[self.moments]] += elements * self._moment * _MOMENTS
+        nbytes["uint8"] += self._bits_nbytes(elements)
+        nbytes["float32"] += self._scales_nbytes(elements) * _MOMENTS
+        return +nbytes
 
     def _bits_nbytes(self, elements: int) -> int:
         return -(-elements // BITS) if self._is_split else 0

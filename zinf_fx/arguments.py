@@ -22,7 +22,7 @@ def shortened(value: object) -> str:
 
 def did_you_mean(given: object, accepted: Iterable[str]) -> str:
     """A question to end an error with; empty where nothing that is accepted looks like it."""
-    names = {_plain(one): one for one in accepted}
+    names = {_plain(name): name for name in accepted}
     near = get_close_matches(_plain(given), names, n=1, cutoff=0.7) if isinstance(given, str) else []
     return f". Did you mean '{names[near[0]]}'?" if near else ""
 
@@ -33,14 +33,14 @@ def check_model(model: object, function: str) -> None:
 
     if isinstance(model, torch.nn.Module):
         return
-    found, hint = f"a {type(model).__name__}", "give a torch.nn.Module"
+    given, hint = f"a {type(model).__name__}", "give a torch.nn.Module"
     if isinstance(model, type):
-        found, hint = f"the class {model.__name__}", f"give a model, such as {model.__name__}(...)"
-    elif isinstance(model, (list, tuple)) and any(isinstance(one, torch.nn.Module) for one in model):
+        given, hint = f"the class {model.__name__}", f"give a model, such as {model.__name__}(...)"
+    elif isinstance(model, (list, tuple)) and any(isinstance(part, torch.nn.Module) for part in model):
         hint = f"call it for each, or give torch.nn.ModuleList(...) of them ({len(model)} were found)"
     elif isinstance(model, (str, os.PathLike)):
-        found, hint = f"the path {os.fspath(model)!r}", "give the model there, and the path behind it if it takes one"
-    raise ConfigError(f"{function}() takes a model, found {found}: {hint}")
+        given, hint = f"the path {os.fspath(model)!r}", "give the model there, and the path behind it if it takes one"
+    raise ConfigError(f"{function}() takes a model, found {given}: {hint}")
 
 
 def check_path(path: object, function: str) -> None:

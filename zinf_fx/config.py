@@ -495,7 +495,11 @@ def _parse_store(value: object, start: Callable[[], str] = os.getcwd) -> Path | 
     """The directories, which are absolute from now on. `start`: that from which relative ones are meant."""
     if isinstance(value, (str, os.PathLike)):
         value = (value,)
-    if not (isinstance(value, (tuple, list)) and value and all(isinstance(one, (str, os.PathLike)) for one in value)):
+    if not (
+        isinstance(value, (tuple, list))
+        and value
+        and all(isinstance(directory, (str, os.PathLike)) for directory in value)
+    ):
         raise ConfigError(f"store={value!r} is not a path: give one directory on the NVMe file system, or several")
     if not all(os.fspath(directory) for directory in value):
         raise ConfigError(

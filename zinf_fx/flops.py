@@ -37,7 +37,7 @@ def _added_with_vector(added: Shape, matrix: Shape, *others: object, **named: ob
 
 
 def _products(left: Sequence[Shape], right: Sequence[Shape], **named: object) -> int:
-    return sum(2 * math.prod(one) * other[-1] for one, other in zip(left, right, strict=True))
+    return sum(2 * math.prod(rows) * other[-1] for rows, other in zip(left, right, strict=True))
 
 
 def _grouped(left: Shape, right: Shape, *others: object, **named: object) -> int:
@@ -200,7 +200,7 @@ def _of_shapes(formula: Formula | None) -> Formula | None:
         return None
 
     def count(*args: object, out_val: object = None, **kwargs: object) -> int:
-        args, kwargs, out_shape = tree_map_only(torch.Tensor, lambda one: one.shape, (args, kwargs, out_val))
+        args, kwargs, out_shape = tree_map_only(torch.Tensor, lambda tensor: tensor.shape, (args, kwargs, out_val))
         return formula(*args, out_shape=out_shape, **kwargs)
 
     return count

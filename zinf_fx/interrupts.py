@@ -52,7 +52,7 @@ _SIGINT = int(signal.SIGINT)
 
 # Those that come from outside and may have a handler of Python's. The others stand for an error of the program itself.
 _ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
-_SIGNALS = tuple(sorted(set(range(1, 32)) - {int(one) for one in (*_ERRORS, signal.SIGKILL, signal.SIGSTOP)}))
+_SIGNALS = tuple(sorted(set(range(1, 32)) - {int(number) for number in (*_ERRORS, signal.SIGKILL, signal.SIGSTOP)}))
 
 Handler = Callable[[int, FrameType | None], object]
 

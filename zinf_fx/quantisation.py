@@ -218,11 +218,11 @@ def _nearest_of_16(scaled: torch.Tensor) -> torch.Tensor:
     if scaled.device.type != "cpu":
         high, low = torch.bucketize(scaled, bounds).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
         return high << 4 | low
-    scaled, found = scaled.contiguous(), scaled.new_empty((len(scaled), scaled.shape[1] // 2), dtype=torch.uint8)
+    scaled, codes = scaled.contiguous(), scaled.new_empty((len(scaled), scaled.shape[1] // 2), dtype=torch.uint8)
     kernels.nearest_of_16(
-        scaled.data_ptr(), found.numel(), bounds.data_ptr(), found.data_ptr(), torch.get_num_threads()
+        scaled.data_ptr(), codes.numel(), bounds.data_ptr(), codes.data_ptr(), torch.get_num_threads()
     )
-    return found
+    return codes
 
 
 _NEAREST = {"nf4": _nearest_of_16, "mxfp4": _nearest_e2m1}

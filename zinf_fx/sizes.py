@@ -36,8 +36,8 @@ def blocks(nbytes: int) -> int:
 
 def pieces_of(elements: range, itemsize: int, nbytes: int = PIECE) -> list[range]:
     """Consecutive elements of so many bytes each, in parts of `nbytes` at most that windows may be over."""
-    each = max(nbytes // itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
-    return [elements[start : start + each] for start in range(0, len(elements), each)]
+    per_part = max(nbytes // itemsize // WINDOW_ALIGNMENT, 1) * WINDOW_ALIGNMENT
+    return [elements[start : start + per_part] for start in range(0, len(elements), per_part)]
 
 
 def in_words(nbytes: int) -> str:

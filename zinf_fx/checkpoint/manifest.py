@@ -182,7 +182,7 @@ class Manifest:
 
     @cached_property
     def _contents(self) -> list[list[range]]:
-        """The same for all files: to find those of one file, all pieces have to be looked at."""
+        """The pages of all files: to find those of one file, all pieces have to be looked at."""
         pages: list[list[range]] = [[] for _ in self.files]
         for tensor, piece in self.pieces():
             end = piece.offset + piece.count * tensor.dtype.itemsize
@@ -339,7 +339,7 @@ log = logging.getLogger("zinf_fx")
 MANIFEST, NEW_MANIFEST = "manifest.json", "manifest.json.new"
 FORMAT = "zinf_fx checkpoint"
 FIRST_BYTES = f'{{"format":"{FORMAT}"'.encode()
-"""Of every manifest."""
+"""Every manifest begins with these."""
 
 # Bytes that tell the files that are written here from others.
 _BEGIN = 64
@@ -492,7 +492,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def check_file(directory: Path, file: SavedFile) -> None:
-    """The same, for one."""
+    """Raises: CheckpointError unless a file is there as it was saved."""
     path = directory / file.path
     try:
         info = path.stat()

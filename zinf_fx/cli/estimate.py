@@ -169,12 +169,15 @@ def _placements(answer: Estimate) -> str:
     heads = ["", *TIERS, "fits", "TFLOP/s"]
     rows = [
         [
-            one.preset,
-            *(in_words(one.memory[tier]) for tier in TIERS),
-            _fits(one),
-            " - ".join(_teraflops(one, seconds) for seconds in (one.step.serial, one.step.overlapped)) * one.fits,
+            prediction.preset,
+            *(in_words(prediction.memory[tier]) for tier in TIERS),
+            _fits(prediction),
+            " - ".join(
+                _teraflops(prediction, seconds) for seconds in (prediction.step.serial, prediction.step.overlapped)
+            )
+            * prediction.fits,
         ]
-        for one in answer.predictions
+        for prediction in answer.predictions
     ]
     rows.append(["there is", *(in_words(getattr(hardware, tier).capacity) for tier in TIERS), "", ""])
     if not fitting:
@@ -195,15 +198,15 @@ def _placements(answer: Estimate) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _fits(one: Prediction) -> str:
-    if one.exceeded:
-        return "no: " + ", ".join(one.exceeded)
-    tiles = f", {one.step.tiles:,} tiles" if one.step.tiles > 1 else ""
-    return "yes" + tiles + (" *" if one.activations == "host" else "")
+def _fits(prediction: Prediction) -> str:
+    if prediction.exceeded:
+        return "no: " + ", ".join(prediction.exceeded)
+    tiles = f", {prediction.step.tiles:,} tiles" if prediction.step.tiles > 1 else ""
+    return "yes" + tiles + (" *" if prediction.activations == "host" else "")
 
 
-def _teraflops(one: Prediction, seconds: float) -> str:
-    return digits(one.step.flops / seconds / 1e12)
+def _teraflops(prediction: Prediction, seconds: float) -> str:
+    return digits(prediction.step.flops / seconds / 1e12)
 
 
 def _bandwidths(answer: Estimate, chosen: Prediction) -> str:
@@ -287,11 +290,11 @@ def _data(answer: Estimate) -> dict[str, Any]:
     }
 
 
-def _prediction(one: Prediction) -> dict[str, Any]:
-    data, step = asdict(one), one.step
+def _prediction(prediction: Prediction) -> dict[str, Any]:
+    data, step = asdict(prediction), prediction.step
     del data["step"]
     return data | {
-        "fits": one.fits,
+        "fits": prediction.fits,
         "tiles": step.tiles,
         "work": step.flops,
         "saved_for_backward": step.activations,

@@ -69,8 +69,8 @@ def note(decision: Decision, sizes: Sizes) -> None:
 
 
 def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups, tables: Collection[int] = ()) -> Sizes:
-    """Of the states that one rank has, as they are to be stored, with everything partitioned over its group. `tables`:
-    ids of parameters that are looked up by rows."""
+    """Return the sizes of the states that one rank has, as they are to be stored, with everything partitioned over its
+    group. `tables`: ids of parameters that are looked up by rows."""
 
     def part(nbytes: int) -> int:
         return -(-nbytes // groups.shards)
@@ -86,17 +86,19 @@ def sizes_of(parameters: Sequence[torch.Tensor], config: Config, groups: Groups,
 
 
 def trained_here(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As much as this rank has of each parameter where tensor parallelism divides them."""
+    """Return what this rank has of each parameter where tensor parallelism divides them."""
     return [
-        local_part(one).detach().requires_grad_(one.requires_grad) if isinstance(one, DTensor) else one
-        for one in parameters
+        local_part(parameter).detach().requires_grad_(parameter.requires_grad)
+        if isinstance(parameter, DTensor)
+        else parameter
+        for parameter in parameters
     ]
 
 
 def device_of_most(parameters: Sequence[torch.Tensor]) -> torch.device:
     """Where a model computes: on the CPU, if it is on the meta device."""
-    found = next((p.device for p in parameters), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def this_machine(config: Config, device: torch.device) -> Hardware:
@@ -107,10 +109,12 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
     machine = NOMINAL_MACHINE if on_cpu else load(_NOMINAL_DEVICE)
     own = memory_limit().nbytes // ranks if on_cpu else cuda.total_memory(device)
     stores = one_per_device(map(_existing, config.stores))
-    disks = replace(machine.nvme, capacity=sum(file_system_of(one).free for one in stores))
-    profiles = [profile for one in stores if (profile := load_profile(one)) is not None]
+    disks = replace(machine.nvme, capacity=sum(file_system_of(store).free for store in stores))
+    profiles = [profile for store in stores if (profile := load_profile(store)) is not None]
     if len(profiles) == len(stores):
-        disks = replace(disks, read=sum(one.read for one in profiles), write=sum(one.write for one in profiles))
+        disks = replace(
+            disks, read=sum(profile.read for profile in profiles), write=sum(profile.write for profile in profiles)
+        )
     return replace(
         machine,
         name="this machine, at nominal rates",
@@ -124,4 +128,4 @@ def this_machine(config: Config, device: torch.device) -> Hardware:
 def _existing(path: Path) -> Path:
     """The directory, or where it is going to be made."""
     path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.is_dir())
+    return next(directory for directory in (path, *path.parents) if directory.is_dir())

@@ -230,9 +230,9 @@ def _backend_that_compiles() -> object:
     return None if compiler is None else innermost_backend(compiler)
 
 
-def _remove(hooks: dict[int, Callable[..., Any]], one: Callable[..., Any]) -> None:
+def _remove(hooks: dict[int, Callable[..., Any]], removed: Callable[..., Any]) -> None:
     for number, hook in list(hooks.items()):
-        if getattr(hook, "func", hook) is one:
+        if getattr(hook, "func", hook) is removed:
             del hooks[number]
 
 
@@ -255,7 +255,11 @@ def _store_the_rest(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     limit), and of what the call didn't reach. Such code gathers each stored parameter where it uses it.
     """
     present = _parameters_of(model)
-    rest = {name: one for name, one in present.items() if is_ordinary(one) and not is_lazy(one) and not one.is_meta}
+    rest = {
+        name: parameter
+        for name, parameter in present.items()
+        if is_ordinary(parameter) and not is_lazy(parameter) and not parameter.is_meta
+    }
     if not rest:
         return
     options = dict(options)

@@ -63,7 +63,7 @@ def attach_base(
         Config.of(config, {"placement": "nvme", **fields}), [p for p in parameters.values() if is_ordinary(p)]
     )
     configs = configs_of(config, parameters)
-    if elsewhere := {one.own_placement.parameters for one in configs.values()} - {"nvme"}:
+    if elsewhere := {config.own_placement.parameters for config in configs.values()} - {"nvme"}:
         there = ", ".join(map(repr, sorted(elsewhere)))
         raise ConfigError(
             f"attach_base() reads parameters from disk, and the placement has them on {there}: "
@@ -71,12 +71,12 @@ def attach_base(
         )
     buffers = _buffers_in_files(model)
     with together("attaching a base", Ranks.of(config)), torch.inference_mode(False):
-        found = located(model, path, parameters | buffers)
-        _check_fit(model, parameters, buffers, found, path)
-        _check_formats(config, parameters, found, path)
+        in_files = located(model, path, parameters | buffers)
+        _check_fit(model, parameters, buffers, in_files, path)
+        _check_formats(config, parameters, in_files, path)
         owners = Owners(config, Ranks.of(config).shards)
-        twins = _twins(parameters, found, configs, owners)
-        values = _values(buffers, found)
+        twins = _twins(parameters, in_files, configs, owners)
+        values = _values(buffers, in_files)
     _take_over(model, parameters, twins, values)
     return model
 
@@ -96,7 +96,7 @@ def _take_over(
     values: Mapping[int, torch.Tensor],
 ) -> None:
     """Give the parameters the implementations of `twins`, and the buffers their values, both by ids."""
-    for parameter in {id(one): one for one in parameters.values()}.values():
+    for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         parameter.grad = None
         parameter.requires_grad_(False)
         replace_in_place(parameter, twins.pop(id(parameter)))
@@ -118,7 +118,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 def _twins(
     parameters: Mapping[str, torch.nn.Parameter],
-    found: Mapping[str, TensorInFile | Published],
+    in_files: Mapping[str, TensorInFile | Published],
     configs: Mapping[str, Config],
     owners: Owners,
 ) -> dict[int, StoredTensor]:
@@ -127,7 +127,7 @@ def _twins(
     twins: dict[int, StoredTensor] = {}
     with WeightFiles() as opened:
         for name, parameter in parameters.items():
-            place = found.get(name)
+            place = in_files.get(name)
             if id(parameter) in twins or place is None:
                 continue
             if isinstance(place, Published):
@@ -194,13 +194,13 @@ def _twin(
 
 
 def _values(
-    buffers: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile | Published]
+    buffers: Mapping[str, torch.Tensor], in_files: Mapping[str, TensorInFile | Published]
 ) -> dict[int, torch.Tensor]:
     """By the ids of buffers, of which some may be one object with several names, their values."""
     read: dict[int, torch.Tensor] = {}
     with WeightFiles() as files:
         for name, buffer in buffers.items():
-            if isinstance(place := found.get(name), TensorInFile):
+            if isinstance(place := in_files.get(name), TensorInFile):
                 content = files.read(place, 0, place.kind.nbytes)
                 read[id(buffer)] = content.view(place.kind.dtype).view(place.shape)
     return read
@@ -210,7 +210,7 @@ def _check_fit(
     model: torch.nn.Module,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    found: Mapping[str, TensorInFile | Published],
+    in_files: Mapping[str, TensorInFile | Published],
     path: Path,
 ) -> None:
     """Raises: CheckpointError unless all of these parameters and buffers are in the files as the model has them."""
@@ -218,9 +218,9 @@ def _check_fit(
     names: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
-    lacking = [several[0] for several in names.values() if not any(name in found for name in several)]
+    lacking = [shared_names[0] for shared_names in names.values() if not any(name in in_files for name in shared_names)]
     wrong += [f"it lacks '{name}'" for name in lacking]
-    known = {id(buffer) for name, buffer in buffers.items() if name in found}
+    known = {id(buffer) for name, buffer in buffers.items() if name in in_files}
     wrong += [
         f"it lacks '{name}', a buffer{_WITHOUT_VALUE if buffer.is_meta else ''}"
         for name, buffer in buffers.items()
@@ -231,12 +231,14 @@ def _check_fit(
             wrong.append(f"'{name}' of the model is stored already")
         elif isinstance(parameter, DTensor):
             wrong.append(f"'{name}' of the model is a DTensor, and only whole parameters are read in place")
-        elif name in found and (mine := _form(parameter, found[name])) != (theirs := _form_of(found[name])):
+        elif name in in_files and (mine := _form(parameter, in_files[name])) != (theirs := _form_of(in_files[name])):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     for name, buffer in buffers.items():
         if isinstance(buffer, DTensor):
             wrong.append(f"'{name}' of the model is a DTensor, and only whole buffers are read")
-        elif name in found and (mine := str(Kind(buffer.dtype, tuple(buffer.shape)))) != (theirs := str(found[name])):
+        elif name in in_files and (mine := str(Kind(buffer.dtype, tuple(buffer.shape)))) != (
+            theirs := str(in_files[name])
+        ):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")
     if wrong:
         check_format(path)
@@ -248,10 +250,12 @@ def _check_fit(
 
 
 def _check_formats(
-    config: Config, parameters: Mapping[str, torch.Tensor], found: Mapping[str, TensorInFile | Published], path: Path
+    config: Config, parameters: Mapping[str, torch.Tensor], in_files: Mapping[str, TensorInFile | Published], path: Path
 ) -> None:
     """Raises: ConfigError for a `frozen_dtype` that is not the format of what is quantised in the files."""
-    by_name = {name: form for name in parameters if name in found and (form := _format_of(found[name])) is not None}
+    by_name = {
+        name: form for name in parameters if name in in_files and (form := _format_of(in_files[name])) is not None
+    }
     agree = bool(by_name) and all(config.frozen_dtype_of(name) == form for name, form in by_name.items())
     if config.frozen_dtype is not None and not agree:
         has = ", ".join(sorted({*by_name.values()})) or "not quantised"
@@ -263,7 +267,7 @@ def _check_formats(
 
 
 def _format_of(place: TensorInFile | Published) -> str | None:
-    """That of what is quantised in the files."""
+    """Return the format of what is quantised in the files."""
     if isinstance(place, Published):
         return place.format
     return None if place.quantised is None else place.quantised.format

@@ -94,7 +94,7 @@ class Capture:
         seen: Sequence[Any] | None = None,
         division: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        devices = {one.device for one in inputs if isinstance(one, torch.Tensor)}
+        devices = {tensor.device for tensor in inputs if isinstance(tensor, torch.Tensor)}
         decided = Config.of(config, division)
         self.config = replace(decided, compute=what_computes(config.compute, devices))
         self._plans = plans
@@ -102,7 +102,9 @@ class Capture:
         self.graphs: dict[GraphKind, fx.Graph] = {}
         given = list(inputs)
         self._inputs = graph_inputs(module, given, given if seen is None else seen)
-        self._standing_in = frozenset(one.name for one in self._inputs if one.taken is not one.given)  # for DTensors
+        self._standing_in = frozenset(
+            graph_input.name for graph_input in self._inputs if graph_input.taken is not graph_input.given
+        )  # for DTensors
         # A plan that is given is for the sizes of one call, too.
         divides = replace(config, micro_batches="auto") if plans else config
         self._module, self._inputs = of_one_micro_batch(module, self._inputs, divides, decided.micro_batch_count)
@@ -137,7 +139,7 @@ class Capture:
         if self.config.compute == "inductor" and self._compiles:
             self._check_can_compile()
         if self._compiles and self.holds_sizes:
-            hold_sizes([one.given for one in self._inputs])
+            hold_sizes([graph_input.given for graph_input in self._inputs])
         self._together.check_together(self._inputs)
         if self._rates is None:  # while values can be computed
             self._rates = self._together.rates_of_first(self._inputs, self._measured)
@@ -188,13 +190,15 @@ class Capture:
         """The graph as it was captured, which eager code runs over stored parameters: each operation gathers what it
         takes. Raises: ConfigError where the batch is to be divided."""
         names = " and ".join(sharing_memory(self._inputs))
-        found = f"the model writes to inputs that overlap in memory ({names})"
+        overlapping = f"the model writes to inputs that overlap in memory ({names})"
         if self.holds_sizes:
-            raise ConfigError(f"{found}, and can't be divided into micro-batches: call it with copies") from reason
+            raise ConfigError(
+                f"{overlapping}, and can't be divided into micro-batches: call it with copies"
+            ) from reason
         log.warning(
             "%s, and AOTAutograd captures no such graph with stored parameters: it runs uncompiled, and each operation "
             "gathers the parameters it uses. Call it with copies of these inputs to have it planned",
-            found,
+            overlapping,
         )
         module, self._inputs = self._module, []
         return module.forward
@@ -274,7 +278,7 @@ class Capture:
 
     def config_with(self, asked: _Asked) -> Config:
         """The options, with what places all stored parameters among the inputs as they are, or as is `asked`."""
-        stored = {one.name: one.taken for one in self._inputs if one.is_stored}
+        stored = {graph_input.name: graph_input.taken for graph_input in self._inputs if graph_input.is_stored}
         config = Config.of(self.config, {name: value for name, value in asked.items() if name != "placement"})
         return placed(config, placement_of_all(stored, asked.get("placement")))
 
@@ -300,11 +304,11 @@ class Capture:
         return None if origin is None else self._inputs[origin.number].given
 
     def _measured(self) -> Rates:
-        """Of this machine, where a choice depends on them; nominal ones where there is no store to measure."""
+        """Return this machine's rates where a choice depends on them; nominal ones where no store can be measured."""
         config = self.config_with({})
         if self._plans:
             return NOMINAL
-        stored = next((one.taken for one in self._inputs if one.is_stored), None)
+        stored = next((graph_input.taken for graph_input in self._inputs if graph_input.is_stored), None)
         if config.activations != "auto" or config.device_memory is None or stored is None:
             return NOMINAL
         tier, there = config.activation_tier, all(directory.is_dir() for directory in config.stores)
@@ -337,7 +341,7 @@ class Capture:
         """
         position_of = {token: position for position, token in context.gradients.items()}
         tokens = {tile: context.keys[tile].token for tile in gradients_left_alone(module.graph)}
-        return {t: position_of[one] for t, one in tokens.items() if context.tiles[one].name not in self._standing_in}
+        return {t: position_of[tile] for t, tile in tokens.items() if context.tiles[tile].name not in self._standing_in}
 
     def runnable(self) -> dict[GraphKind, tuple[fx.Graph, dict[str, CompiledRegion]]]:
         """The planned graphs, by kind, as they would run here; and by the names of the nodes that stand for compiled
@@ -349,7 +353,9 @@ class Capture:
         return {kind: (graph, self._regions(graph, self._contexts[kind])) for kind, graph in copies.items()}
 
     def _check_can_compile(self) -> None:
-        check_can_compile({one.given.device for one in self._inputs if isinstance(one.given, torch.Tensor)})
+        check_can_compile(
+            {graph_input.given.device for graph_input in self._inputs if isinstance(graph_input.given, torch.Tensor)}
+        )
 
     def _regions(self, graph: fx.Graph, context: GraphContext) -> dict[str, CompiledRegion]:
         """Put the operations of a planned graph into regions. By the names of the nodes that stand for these, what

@@ -62,7 +62,7 @@ class PlannedGraph:
         return self.plan is not None and any(graph.tiles for graph in self.plan.graphs)
 
     def runnable(self) -> dict[GraphKind, tuple[fx.Graph, dict[str, CompiledRegion]]]:
-        """As `Capture.runnable`."""
+        """Return the graphs that run: see `Capture.runnable`."""
         self.capture.planned(**self.asked)  # which may have been asked for another plan since
         return self.capture.runnable()
 
@@ -97,9 +97,9 @@ class Divisions:
         self._config, self._ranks, self._inputs = config, groups.ranks, list(inputs)
         self._options: dict[int, tuple[OperatorGroup, ...]]
         if config.micro_batches == "auto":
-            found = graph_inputs(module, self._inputs, self._inputs if seen is None else seen)
+            captured_inputs = graph_inputs(module, self._inputs, self._inputs if seen is None else seen)
             groupings = (1, "auto") if config.micro_batch_group == 1 else (config.micro_batch_group,)
-            counts = counts_for(batch_size(module, found, config) or 1)
+            counts = counts_for(batch_size(module, captured_inputs, config) or 1)
             self._options = {count: groupings if count > 1 else (1,) for count in counts}
         else:
             self._options = {config.micro_batches: (config.micro_batch_group,)}
@@ -110,12 +110,12 @@ class Divisions:
     def capture(self) -> None:
         """Get at the graphs that may be planned, while Dynamo waits for what it compiles to, and no further. Raises:
         ConfigError where none can be."""
-        found = []
+        captures = []
         for count in self._options:
             with suppress(ConfigError):
-                found.append(self._captured(count))
+                captures.append(self._captured(count))
         self._check_any()
-        if any(one.holds_sizes for one in found):  # as where the plan will be followed
+        if any(capture.holds_sizes for capture in captures):  # as where the plan will be followed
             hold_sizes(self._inputs)
 
     def planned(
@@ -140,7 +140,7 @@ class Divisions:
 
         self._check_any()
         if hardware is None:
-            trained = [one for one in self._inputs if isinstance(one, torch.Tensor) and one.requires_grad]
+            trained = [tensor for tensor in self._inputs if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
             hardware = this_machine(self._config, device_of_most(trained))
         division = decide_division(plan_with, self._options, hardware, self._ranks)
         count, group = division.chosen.micro_batches, division.chosen.group
@@ -159,17 +159,17 @@ class Divisions:
         """Raises: ConfigError where the graph can't be divided so."""
         if count not in self._captures:
             division = _division(count, self._options[count][-1]) if self._config.micro_batches == "auto" else {}
-            found: Capture | ConfigError
+            capture: Capture | ConfigError
             try:
-                found = self._capture(division=division)
-                found.capture()
+                capture = self._capture(division=division)
+                capture.capture()
             except ConfigError as error:
-                found = error
-            self._captures[count] = found
-        found = self._captures[count]
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+                capture = error
+            self._captures[count] = capture
+        capture = self._captures[count]
+        if isinstance(capture, ConfigError):
+            raise capture
+        return capture
 
 
 def decided_division(
@@ -196,12 +196,14 @@ def decided_division(
     ranks = Ranks.of(config)
     if ranks.size == 1:  # no rank needs it when the others don't: each size of a batch is decided for
         return found_by_first(config, inputs, find, "the micro-batches")
-    found = graph_inputs(module, list(inputs), list(inputs if seen is None else seen))
-    parameters = [[one.name, *one.taken.shape] for one in found if one.is_stored]
+    captured_inputs = graph_inputs(module, list(inputs), list(inputs if seen is None else seen))
+    parameters = [
+        [graph_input.name, *graph_input.taken.shape] for graph_input in captured_inputs if graph_input.is_stored
+    ]
     key = f"micro-batches {digest_of([encode(config), torch.is_grad_enabled(), parameters])}"
     decided = ranks.decided_once(key, lambda: found_by_first(config, inputs, find, "the micro-batches"))
     # This rank's batch may be of another size than that for which it was decided.
-    count = math.gcd(decided["micro_batches"], batch_size(module, found, config) or 1)
+    count = math.gcd(decided["micro_batches"], batch_size(module, captured_inputs, config) or 1)
     return _division(count, decided["micro_batch_group"] if count > 1 else 1)
 
 

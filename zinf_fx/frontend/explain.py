@@ -129,7 +129,7 @@ class Planning:
     @property
     def decision_texts(self) -> list[str]:
         """All that was decided, for people."""
-        return [str(one) for one in (self.decision, *self.divisions) if one is not None]
+        return [str(choice) for choice in (self.decision, *self.divisions) if choice is not None]
 
     def only(self, what: str) -> Plan:
         """The one plan. Raises: PlanError when there are none, or several, which says `what` is for one."""
@@ -226,10 +226,10 @@ def plan_model(
             decision, planned = decided_for(graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in graphs]
-    planned = [one for one in planned if one.moves]
-    divisions = [one.division for one in planned if one.division is not None]
+    planned = [graph for graph in planned if graph.moves]
+    divisions = [graph.division for graph in planned if graph.division is not None]
     return Planning(
-        [one.plan for one in planned if one.plan is not None],
+        [graph.plan for graph in planned if graph.plan is not None],
         decision,
         divisions,
         list(_timed(planned)) if timed else [],
@@ -252,7 +252,7 @@ def captured_graphs(
 
     planner = _Planner(config, rates, groups)
     twin = _twin_of(model, config)
-    for stored in (one for parameter in twin.parameters() for one in stored_in(parameter)):
+    for stored in (part for parameter in twin.parameters() for part in stored_in(parameter)):
         gradient = stored.stored.gradient
         gradient.state_dtype = state_dtype or gradient.state_dtype
         gradient.master_dtype = (master_dtype if stored.dtype == torch.bfloat16 else None) or gradient.master_dtype
@@ -284,12 +284,12 @@ def _timed(planned: Iterable[PlannedGraph]) -> Iterator[Compute]:
     from zinf_fx.passes.ir.timing import OperatorTimer
 
     timer = OperatorTimer()
-    for one in planned:
-        assert one.plan is not None
-        taken = {kind: timer.operators(graph, regions) for kind, (graph, regions) in one.runnable().items()}
+    for capture in planned:
+        assert capture.plan is not None
+        taken = {kind: timer.operators(graph, regions) for kind, (graph, regions) in capture.runnable().items()}
         yield {
             (graph.kind, operator.index): taken[graph.kind].get(operator.index, 0.0)
-            for graph in one.plan.graphs
+            for graph in capture.plan.graphs
             for operator in graph.operators
         }
 

@@ -30,14 +30,14 @@ def plans_given(option: object) -> list[Plan]:
 
     Raises: PlanFileError; ConfigError for anything else, and for plans with different options.
     """
-    several = option if isinstance(option, (list, tuple)) else [] if option is None else [option]
+    given = option if isinstance(option, (list, tuple)) else [] if option is None else [option]
     plans = []
-    for one in several:
-        if not isinstance(one, (Plan, str, os.PathLike)):
+    for source in given:
+        if not isinstance(source, (Plan, str, os.PathLike)):
             raise ConfigError(
-                f"plan={one!r} is not accepted; accepted: a zinf_fx.Plan, a file's path, or a list of these"
+                f"plan={source!r} is not accepted; accepted: a zinf_fx.Plan, a file's path, or a list of these"
             )
-        plans.append(one if isinstance(one, Plan) else load_plan(one))
+        plans.append(source if isinstance(source, Plan) else load_plan(source))
     for plan in plans:
         if plan.fingerprint is None:
             raise ConfigError("the plan given has no fingerprint of a model: make it with zinf_fx.export_plan")
@@ -67,7 +67,7 @@ def check_offloaded(plans: Sequence[Plan], stored: Mapping[str, StoredTensor]) -
         return
     config = plans[0].config
     assert config.placement != "auto"
-    pairs = ((config.placement.of(name, one), one.base.config) for name, one in stored.items())
+    pairs = ((config.placement.of(name, parameter), parameter.base.config) for name, parameter in stored.items())
     for planned, own in dict.fromkeys(pairs):
         if differing := _first_difference(placed(config, planned), own, _OF_THE_OFFLOAD):
             raise PlanError(
@@ -118,9 +118,9 @@ def _first_difference(plan: Config, other: Config, names: Sequence[str] | None =
     for name in names or shared_options():
         theirs, ours = getattr(plan, name), getattr(other, name)
         if theirs != ours and isinstance(theirs, Placement) and isinstance(ours, Placement):
-            for one in fields(theirs):
-                if (there := getattr(theirs, one.name)) != (here := getattr(ours, one.name)):
-                    return f"placement of {one.name} is {there!r} in the plan, and {here!r} here"
+            for field in fields(theirs):
+                if (there := getattr(theirs, field.name)) != (here := getattr(ours, field.name)):
+                    return f"placement of {field.name} is {there!r} in the plan, and {here!r} here"
         if theirs != ours:
             return f"{name} is {theirs!r} in the plan, and {ours!r} here"
     return None

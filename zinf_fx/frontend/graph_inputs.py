@@ -287,8 +287,8 @@ def _treated(config: Config) -> Hashable:
 
 
 def gradient_positions(joint: fx.Graph, tiles: Mapping[str, Tile], num_fwd_outputs: int) -> dict[int, str]:
-    """Of a joint graph's gradients, by position, those of tiles that have a tier for them: the name of the tile's
-    placeholder."""
+    """Return, by position among a joint graph's gradients, the name of each tile's placeholder, of tiles whose
+    gradients have a tier."""
     (output,) = joint.find_nodes(op="output")
     descriptors = output.meta["desc"][num_fwd_outputs:]
     position_of = {origin_of(descriptor): position for position, descriptor in enumerate(descriptors)}

@@ -42,17 +42,17 @@ def batch_size(module: fx.GraphModule, inputs: Sequence[GraphInput], config: Con
 def mark_batch(arguments: Sequence[Any]) -> None:
     """Have Dynamo, which leaves all sizes open, tell the batch's from others that are equal by chance: it takes equal
     sizes of the first call for one. `arguments`: of that call."""
-    tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor) and one.dim()]
-    if len({len(one) for one in tensors}) == 1:
-        for one in tensors:
-            torch._dynamo.maybe_mark_dynamic(one, 0)
+    tensors = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor) and tensor.dim()]
+    if len({len(tensor) for tensor in tensors}) == 1:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def hold_sizes(inputs: Sequence[Any]) -> None:
     """Have Dynamo make another graph for other sizes than those of this call."""
-    for one in inputs:
-        if isinstance(one, torch.SymInt):
-            int(one)  # which makes a guard of it
+    for size in inputs:
+        if isinstance(size, torch.SymInt):
+            int(size)  # which makes a guard of it
 
 
 def of_one_micro_batch(
@@ -75,8 +75,10 @@ def of_one_micro_batch(
         _divide(module.graph, batch, dict(zip(placeholders, inputs, strict=True)))
     for node in sizes:
         for user in set(node.users) - {output}:
-            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda one: sizes.get(one, one))
-    return module, [_fixed(node, one) for node, one in zip(placeholders, inputs, strict=True)]
+            user.args, user.kwargs = fx.map_arg(
+                (user.args, user.kwargs), lambda argument: sizes.get(argument, argument)
+            )
+    return module, [_fixed(node, graph_input) for node, graph_input in zip(placeholders, inputs, strict=True)]
 
 
 def _divide(graph: fx.Graph, batch: _Batch, inputs: Mapping[fx.Node, GraphInput]) -> None:
@@ -86,7 +88,7 @@ def _divide(graph: fx.Graph, batch: _Batch, inputs: Mapping[fx.Node, GraphInput]
     (output,) = graph.find_nodes(op="output")
     _check_values(graph, inputs, batch)
     joins = {node: batch.joined_by(node) for node in output.all_input_nodes if node not in inputs}
-    dims = {node: batch.dim_of(node, f"input '{one.name}'") for node, one in inputs.items()}
+    dims = {node: batch.dim_of(node, f"input '{graph_input.name}'") for node, graph_input in inputs.items()}
     with graph.inserting_after(last):
         for node, dim in dims.items():
             if dim is not None:
@@ -101,7 +103,7 @@ def _copy_of(captured: fx.GraphModule) -> fx.GraphModule:
     """A module of Dynamo's with a graph of its own, whose inputs are known as those of the other's are."""
     module = copied_module(captured)
     module.meta = captured.meta
-    both = (one.graph.find_nodes(op="placeholder") for one in (captured, module))
+    both = (graph_module.graph.find_nodes(op="placeholder") for graph_module in (captured, module))
     for node, copy in zip(*both, strict=True):
         if (source := getattr(node, "_dynamo_source", None)) is not None:
             copy._dynamo_source = source
@@ -132,22 +134,22 @@ class _Batch:
         depending = [dim for dim, size in enumerate(value.shape) if self.symbol in _expression(size).free_symbols]
         if not depending:
             return None
-        found = f"micro_batches={self.count}: {what} is of shape {list(map(size_at_hand, value.shape))}, of which"
+        where = f"micro_batches={self.count}: {what} is of shape {list(map(size_at_hand, value.shape))}, of which"
         if len(depending) > 1:
             raise ConfigError(
-                f"{found} dimensions {depending} depend on the batch size {self.size}, or are equal to it: exactly one "
+                f"{where} dimensions {depending} depend on the batch size {self.size}, or are equal to it: exactly one "
                 "has to be it. Where another size is the same by chance, call torch._dynamo.maybe_mark_dynamic(x, 0) "
                 "for each tensor x of the batch, in the place of dynamic=True"
             )
         if _expression(value.shape[depending[0]]) != self.symbol:
             raise ConfigError(
-                f"{found} dimension {depending[0]} is made of the batch size {self.size} and something else, so that "
+                f"{where} dimension {depending[0]} is made of the batch size {self.size} and something else, so that "
                 "it can't be put together of those of micro-batches: give it a dimension of the batch alone, as in "
                 "x.view(batch, -1) in the place of x.flatten(0, 1), or the mean or the sum of it"
             )
         if isinstance(value, DTensor):
             raise ConfigError(
-                f"{found} dimension {depending[0]} is the batch's, and it is a DTensor: give each rank its part of the "
+                f"{where} dimension {depending[0]} is the batch's, and it is a DTensor: give each rank its part of the "
                 "batch as an ordinary tensor, or leave micro_batches out"
             )
         return depending[0]
@@ -189,34 +191,46 @@ def _batch_of(
     placeholders: Sequence[fx.Node], inputs: Sequence[GraphInput], config: Config, count: int | Literal["auto"]
 ) -> _Batch:
     """What the call's batch is, which is to be divided by `count`. Raises: ConfigError."""
-    found: list[tuple[fx.Node, GraphInput]] = []  # that have sizes of their own in the first dimension, matrices before
-    given = [(node, one) for node, one in zip(placeholders, inputs, strict=True) if one.comes_with_call]
-    tensors = [(node, one) for node, one in given if isinstance(_value(node), torch.Tensor) and _value(node).dim()]
-    for node, one in sorted(tensors, key=lambda each: _value(each[0]).dim() == 1):
-        if getattr(one.given, "_dynamo_dynamic_indices", None):
+    # What has a size of its own in the first dimension, matrices before vectors.
+    batches: list[tuple[fx.Node, GraphInput]] = []
+    given = [
+        (node, graph_input)
+        for node, graph_input in zip(placeholders, inputs, strict=True)
+        if graph_input.comes_with_call
+    ]
+    tensors = [
+        (node, graph_input)
+        for node, graph_input in given
+        if isinstance(_value(node), torch.Tensor) and _value(node).dim()
+    ]
+    for node, graph_input in sorted(tensors, key=lambda pair: _value(pair[0]).dim() == 1):
+        if getattr(graph_input.given, "_dynamo_dynamic_indices", None):
             raise ConfigError(
-                f"micro_batches={count}: '{one.name}' was given to torch._dynamo.mark_dynamic, which refuses a graph "
-                "for one size of the batch: call maybe_mark_dynamic in its place, or torch.compile(..., dynamic=True)"
+                f"micro_batches={count}: '{graph_input.name}' was given to torch._dynamo.mark_dynamic, which refuses "
+                "a graph for one size of the batch: call maybe_mark_dynamic in its place, or torch.compile(..., "
+                "dynamic=True)"
             )
         size = _first(node)
-        if not isinstance(_expression(size), sympy.Symbol) or (_value(node).dim() == 1 and found):
+        if not isinstance(_expression(size), sympy.Symbol) or (_value(node).dim() == 1 and batches):
             continue
         # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
-        if not any(size_at_hand(size) == size_at_hand(_first(other)) and size == _first(other) for other, _ in found):
-            found.append((node, one))
-    found = _of_one_sample(tensors, found, config) or found
-    if len(found) > 1:
-        shapes = ", ".join(f"'{one.name}' {list(map(size_at_hand, _value(node).shape))}" for node, one in found)
+        if not any(size_at_hand(size) == size_at_hand(_first(other)) and size == _first(other) for other, _ in batches):
+            batches.append((node, graph_input))
+    batches = _of_one_sample(tensors, batches, config) or batches
+    if len(batches) > 1:
+        shapes = ", ".join(
+            f"'{graph_input.name}' {list(map(size_at_hand, _value(node).shape))}" for node, graph_input in batches
+        )
         raise ConfigError(
             f"micro_batches={count}: tensors of the call differ in their first dimension ({shapes}), and it can't be "
             "told which is the batch: call torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch "
             "before the first step, in the place of dynamic=True"
         )
-    for node, one in found:
+    for node, graph_input in batches:
         size = _at_hand(_first(node))
         if count != "auto" and size % count:
             raise ConfigError(
-                f"micro_batches={count}: the batch is of size {size} ('{one.name}' is of shape "
+                f"micro_batches={count}: the batch is of size {size} ('{graph_input.name}' is of shape "
                 f"{list(map(size_at_hand, _value(node).shape))}), which is no multiple of it: leave out the last, "
                 "smaller batch (drop_last=True of a DataLoader), or give another number"
             )
@@ -230,34 +244,34 @@ def _batch_of(
 
 
 def _of_one_sample(
-    tensors: Sequence[tuple[fx.Node, GraphInput]], found: Sequence[tuple[fx.Node, GraphInput]], config: Config
+    tensors: Sequence[tuple[fx.Node, GraphInput]], batches: Sequence[tuple[fx.Node, GraphInput]], config: Config
 ) -> list[tuple[fx.Node, GraphInput]]:
-    """Of a batch of one sample, whose size Dynamo never leaves open, one tensor; of larger batches, none. `found`: what
-    may have a larger one.
+    """Find one tensor of a batch of one sample, whose size Dynamo never leaves open; none of a larger batch. `batches`:
+    what may have a larger one.
 
     All matrices of the call have it in the first dimension. For "auto", which then leaves the batch whole, some may
     have a later size of these in its place, as masks [length, length] have beside words [1, length], where Dynamo has
     one symbol for both. For a number, several vectors of one size that is no such size are a larger batch.
     """
     auto = config.micro_batches == "auto"
-    matrices = [each for each in tensors if _value(each[0]).dim() > 1] or tensors
-    samples = [(node, one) for node, one in matrices if size_at_hand(_first(node)) == 1]
+    matrices = [pair for pair in tensors if _value(pair[0]).dim() > 1] or tensors
+    samples = [(node, graph_input) for node, graph_input in matrices if size_at_hand(_first(node)) == 1]
     later = {_known(size) for node, _ in samples for size in _value(node).shape[1:]}
     first = {node: _known(_first(node)) for node, _ in tensors}
     others = [first[node] for node, _ in matrices if size_at_hand(_first(node)) != 1]
     if not samples or not all(auto and size in later for size in others):
         return []
     alike = Counter(first.values())
-    if not auto and any(first[node] not in later and alike[first[node]] > 1 for node, _ in found):
+    if not auto and any(first[node] not in later and alike[first[node]] > 1 for node, _ in batches):
         return []
-    for node, one in found if auto else ():
+    for node, graph_input in batches if auto else ():
         log.info(
             "micro_batches=auto: the batch is taken for one sample, as '%s' has one row, in spite of '%s' of shape %s. "
             "If the first dimension of that is the batch, give a number of micro-batches, or call "
             "torch._dynamo.maybe_mark_dynamic(x, 0) for each tensor x of the batch before the first step, in the place "
             "of dynamic=True",
             samples[0][1].name,
-            one.name,
+            graph_input.name,
             list(map(size_at_hand, _value(node).shape)),
         )
     return samples[:1]
@@ -281,7 +295,9 @@ def _check_values(graph: fx.Graph, placeholders: Container[fx.Node], batch: _Bat
 
 def _is_divided(inputs: Sequence[GraphInput], config: Config) -> bool:
     """Whether this is a training step, whose batch `config` divides, or may."""
-    trained = any(isinstance(one.taken, torch.Tensor) and one.taken.requires_grad for one in inputs)
+    trained = any(
+        isinstance(graph_input.taken, torch.Tensor) and graph_input.taken.requires_grad for graph_input in inputs
+    )
     return config.micro_batches != 1 and torch.is_grad_enabled() and trained
 
 
@@ -311,20 +327,20 @@ def _known(size: int | torch.SymInt) -> tuple[int, sympy.Basic]:
     return _at_hand(size), _expression(size)
 
 
-def _fixed(node: fx.Node, one: GraphInput) -> GraphInput:
+def _fixed(node: fx.Node, graph_input: GraphInput) -> GraphInput:
     """An input with the sizes of this call."""
     value = _value(node)
     if (
-        one.is_stored
+        graph_input.is_stored
         or is_traceable_wrapper_subclass(value)
         or not isinstance(value, torch.Tensor)
         or not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     ):
-        return one
-    sizes, strides = ([_at_hand(size) for size in each] for each in (value.shape, value.stride()))
+        return graph_input
+    sizes, strides = ([_at_hand(size) for size in numbers] for numbers in (value.shape, value.stride()))
     mode = detect_fake_mode([value])
     assert mode is not None
     with mode:
         fixed = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     fixed.requires_grad_(value.requires_grad)
-    return replace(one, given=fixed, taken=fixed, seen=fixed)
+    return replace(graph_input, given=fixed, taken=fixed, seen=fixed)

@@ -172,8 +172,8 @@ def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Modu
 
 
 def _parameters_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """As `named_parameters`, tied ones under each name. A library's module may do more when it is asked for those than
-    it can do while it is being replaced (PEFT's of attention puts its base's weights back)."""
+    """Yield what `named_parameters` does, tied parameters under each name. A library's module may do more when it is
+    asked for those than it can do while it is being replaced (PEFT's of attention puts its base's weights back)."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield f"{prefix}.{name}", parameter

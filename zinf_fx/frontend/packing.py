@@ -79,8 +79,8 @@ def bring_together(parameters: Iterable[StoredTensor]) -> None:
 
 
 def _together(candidates: Iterable[_Candidate[K]]) -> list[list[K]]:
-    """Those that are to live side by side: small ones of one kind, in the order in which they come. Their options
-    differ in the placement at most."""
+    """Group the parameters that are to live side by side: small ones of one kind, in the order in which they come.
+    Their options differ in the placement at most."""
     by_limit: defaultdict[int, list[tuple[K, Hashable, int]]] = defaultdict(list)  # which belongs to the device
     for parameter, config, dtype, device, shards, trained, kind in candidates:
         copied = has_own_memory(device.type)

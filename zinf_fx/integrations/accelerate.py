@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(output_dir, safe_serialization, **options)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """As accelerate's. On one rank, it also loads what accelerate's own saved."""
+        """Load what `save_state` saved. On one rank, it also loads what accelerate's own saved."""
         with self._hooked(self.register_load_state_pre_hook, self._load):
             super().load_state(input_dir, load_kwargs, **options)
 
@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As accelerate's; for a stored model, all ranks call it."""
+        """Save the weights, as accelerate does. For a stored model, all ranks call this."""
         if is_stored(model):
             export_safetensors(model, Path(save_directory), max_shard_size)
         else:

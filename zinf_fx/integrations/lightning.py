@@ -34,11 +34,11 @@ class StrategyForStoredModels(_Strategy):
     """Makes a strategy of Lightning's one for a module with stored parameters. Any other it treats as it did."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's; nothing for a stored module, whose weights are in files of their own."""
+        """Return the module's state dict; an empty one for a stored module, whose weights are in files of their own."""
         return {} if self._is_stored else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As Lightning's; nothing for a stored module, whose optimizers have a checkpoint of their own."""
+        """Return the optimizer's state; an empty one for a stored module, whose optimizers have a checkpoint."""
         return {} if self._is_stored else super().optimizer_state(optimizer)
 
     def save_checkpoint(
@@ -59,7 +59,7 @@ class StrategyForStoredModels(_Strategy):
         super().save_checkpoint(checkpoint, folder / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """As Lightning's. Raises: CheckpointError for a folder whose save was cut off."""
+        """Load what Lightning's loops need. Raises: CheckpointError for a folder whose save was cut off."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, *arguments, **options)
@@ -68,14 +68,14 @@ class StrategyForStoredModels(_Strategy):
         return {**super().load_checkpoint(folder / _REST, *arguments, **options), _FOLDER: str(folder)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As Lightning's."""
+        """Load the weights, of a stored module from their files."""
         if _FOLDER in checkpoint:
             load_safetensors(self.lightning_module, checkpoint[_FOLDER])
         else:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As Lightning's."""
+        """Load the optimizers' states, of a stored module from their checkpoint."""
         if _FOLDER in checkpoint:
             states = Path(checkpoint[_FOLDER], STATES)
             load_beside_weights(states, self.lightning_module, **self._optimizers_by_name())
@@ -103,7 +103,7 @@ class Ranks(StrategyForStoredModels, DDPStrategy):
     """
 
     def configure_ddp(self) -> None:
-        """As Lightning's, for a module that is not stored."""
+        """Wrap a module in DistributedDataParallel if it is not stored."""
         if not self._is_stored:
             super().configure_ddp()
 

@@ -65,7 +65,7 @@ class ForStoredModels(_Trainer):
         super().__init__(*arguments, **options)
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
-        """As the Trainer's. Raises: ConfigError for options that can't be honoured."""
+        """Make the optimizer, streamed for a stored model. Raises: ConfigError for options that can't be honoured."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_stored(self.model):
             find = self.get_optimizer_cls_and_kwargs
             self.optimizer_cls_and_kwargs = optimizer_of(self.args, self.model, self._of_optimizer, find)
@@ -77,7 +77,7 @@ class ForStoredModels(_Trainer):
         return super().create_optimizer(*arguments, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """As the Trainer's. `resume_from_checkpoint=True` takes the last folder that was saved to its end."""
+        """Train, as the Trainer does. `resume_from_checkpoint=True` takes the last folder that was saved to its end."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_whole(Path(self.args.output_dir)) or True
         if self.args.world_size > 1 and self.model_wrapped is self.model and is_stored(self.model):

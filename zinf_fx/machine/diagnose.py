@@ -67,18 +67,18 @@ def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]
 
 
 def _torch() -> Finding:
-    found = f"torch {torch.__version__}, Python {platform.python_version()}"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if not cuda.is_available():
-        return Finding("torch", "ok", f"{found}, no CUDA: models run on the CPU")
+        return Finding("torch", "ok", f"{versions}, no CUDA: models run on the CPU")
     names = set(map(cuda.name, cuda.devices()))
-    return Finding("torch", "ok", f"{found}, CUDA {cuda.version()}: {', '.join(sorted(names))}")
+    return Finding("torch", "ok", f"{versions}, CUDA {cuda.version()}: {', '.join(sorted(names))}")
 
 
 def _checksums() -> Finding:
     if checksums_in_hardware():
         return Finding("checksums", "ok", "crc32c by the processor's instruction")
-    found = "crc32c by tables, as this processor has no instruction that is known here: about 2 GiB/s"
-    return Finding("checksums", "warning", found, "zinf_fx.Config(checksum=False)")
+    state = "crc32c by tables, as this processor has no instruction that is known here: about 2 GiB/s"
+    return Finding("checksums", "warning", state, "zinf_fx.Config(checksum=False)")
 
 
 def _huge_pages() -> Finding:
@@ -88,18 +88,18 @@ def _huge_pages() -> Finding:
     except (OSError, IndexError):
         return Finding(subject, "warning", "the kernel has no transparent huge pages: direct I/O is up to 2 x slower")
     if setting == "never":
-        found = "transparent huge pages are off: direct I/O is up to 2 x slower"
-        return Finding(subject, "warning", found, f"echo madvise | sudo tee {HUGE_PAGES}")
+        state = "transparent huge pages are off: direct I/O is up to 2 x slower"
+        return Finding(subject, "warning", state, f"echo madvise | sudo tee {HUGE_PAGES}")
     return Finding(subject, "ok", f"transparent huge pages: {setting}")
 
 
 def _memlock() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = f"locked memory: {_size(soft)} (hard limit {_size(hard)})"
+    limits = f"locked memory: {_size(soft)} (hard limit {_size(hard)})"
     if soft != resource.RLIM_INFINITY and cuda.is_available():
         fix = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _limits_line("memlock")
-        return Finding("memlock", "warning", f"{found}: pinning host memory for the GPU may be refused", fix)
-    return Finding("memlock", "ok", f"{found}; nothing is locked without a GPU" if soft != -1 else found)
+        return Finding("memlock", "warning", f"{limits}: pinning host memory for the GPU may be refused", fix)
+    return Finding("memlock", "ok", f"{limits}; nothing is locked without a GPU" if soft != -1 else limits)
 
 
 def _aio() -> Finding:
@@ -107,11 +107,11 @@ def _aio() -> Finding:
         used, most = int(AIO_NR.read_text()), int(AIO_MAX.read_text())
     except (OSError, ValueError):
         return Finding("kernel AIO", "warning", "the kernel doesn't tell its limits: threads may have to do the I/O")
-    found = f"{used} of {most} events in use"
+    in_use = f"{used} of {most} events in use"
     if most - used < AIO_EVENTS_WANTED:
         fix = f"sudo sysctl -w fs.aio-max-nr={most + 65536}"
-        return Finding("kernel AIO", "warning", f"{found}: a store may not get a queue, and use threads", fix)
-    return Finding("kernel AIO", "ok", found)
+        return Finding("kernel AIO", "warning", f"{in_use}: a store may not get a queue, and use threads", fix)
+    return Finding("kernel AIO", "ok", in_use)
 
 
 def _file_size() -> Finding:
@@ -122,23 +122,23 @@ def _file_size() -> Finding:
     return Finding("file size", "warning", f"files may have {_size(soft)} at most, and a store is one file", fix)
 
 
-def _kind(directory: Path, found: FileSystem) -> Finding:
-    text = f"{directory}: {found.kind} on {found.source}"
-    if found.in_memory:
+def _kind(directory: Path, file_system: FileSystem) -> Finding:
+    text = f"{directory}: {file_system.kind} on {file_system.source}"
+    if file_system.in_memory:
         return Finding("file system", "warning", f"{text}: its bytes take host memory, nothing is gained", OTHER_STORE)
-    if found.over_network:
+    if file_system.over_network:
         return Finding("file system", "warning", f"{text}: the network is slower than a local disk", OTHER_STORE)
     return Finding("file system", "ok", text)
 
 
-def _space(directory: Path, found: FileSystem, left: list[Path]) -> Finding:
-    text = f"{_size(found.free)} of {_size(found.total)} free"
-    each = 2 + AdamStates(2).nbytes
-    room = f"{found.free / each / 1e9:.1f} G parameters"
-    if found.free < LITTLE_SPACE:
+def _space(directory: Path, file_system: FileSystem, left: list[Path]) -> Finding:
+    text = f"{_size(file_system.free)} of {_size(file_system.total)} free"
+    nbytes = 2 + AdamStates(2).nbytes
+    room = f"{file_system.free / nbytes / 1e9:.1f} G parameters"
+    if file_system.free < LITTLE_SPACE:
         fix = f"zinf-fx clean {_quoted(directory)}" if left else OTHER_STORE
         return Finding("free space", "warning", f"{text}: enough for {room}", fix)
-    return Finding("free space", "ok", f"{text}: room for {room} ({each:g} bytes each)")
+    return Finding("free space", "ok", f"{text}: room for {room} ({nbytes:g} bytes each)")
 
 
 def _alignment(directory: Path) -> Finding:

@@ -178,7 +178,7 @@ def _in_memory(memory: Memory) -> Link:
 
 
 def _disks(stores: Sequence[Path | str], unified: bool) -> Disks:
-    free = [file_system_of(one).free for one in one_per_device(stores)]
+    free = [file_system_of(store).free for store in one_per_device(stores)]
     read, write = disk_rates(stores, min(_DISK_BYTES, min(free) // 2))
     disks = Disks(sum(free), read, write, None)
     if min(free) < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
@@ -193,7 +193,7 @@ def disk_rates(stores: Iterable[Path | str], nbytes: int) -> tuple[float, float]
 
     Raises: StoreError.
     """
-    rates = [_rates_of(one, nbytes) for one in one_per_device(stores)]
+    rates = [_rates_of(store, nbytes) for store in one_per_device(stores)]
     return sum(read for read, _ in rates), sum(write for _, write in rates)
 
 
@@ -260,11 +260,11 @@ def _share_alone(
     trial: Trial, before: Callable[[], object] | None = None, meanwhile: Callable[[], object] | None = None
 ) -> float:
     """While the thread that starts them does something before, and meanwhile."""
-    one, many = [], []
+    alone, many = [], []
     for _ in range(_TIMES):
-        one.append(trial.block_seconds(1, _STARTS, before, meanwhile))
+        alone.append(trial.block_seconds(1, _STARTS, before, meanwhile))
         many.append(trial.block_seconds(2 * DEPTH, _BURSTS, before, meanwhile))
-    return min(median(many) / median(one), 1.0)
+    return min(median(many) / median(alone), 1.0)
 
 
 @contextmanager

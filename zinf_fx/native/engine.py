@@ -114,7 +114,7 @@ class IoCounters:
     check_seconds: float = 0.0
 
     def __add__(self, other: IoCounters) -> IoCounters:
-        """Those of two engines together."""
+        """Return the counters of two engines together."""
         return IoCounters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -231,9 +231,9 @@ class PageSums:
     def joined(self, first: int, pages: int, offset: int, crc: int = 0) -> int | None:
         """The CRC-32C of consecutive pages that lie at `offset` of the file, as of one piece of data, behind data with
         the CRC-32C `crc`; None where that of a page is not known."""
-        found = ffi.new("uint32_t *", crc)
-        known = lib.zinf_joined_sums(self.table + first, pages, offset, self.generation, found)
-        return None if known else found[0]
+        joined = ffi.new("uint32_t *", crc)
+        known = lib.zinf_joined_sums(self.table + first, pages, offset, self.generation, joined)
+        return None if known else joined[0]
 
 
 class File:
@@ -347,12 +347,12 @@ class FileTicket:
         self._arrived = True
 
     def _error(self) -> StoreError | None:
-        found = _outcome(self._request)
-        if not found.error:
+        outcome = _outcome(self._request)
+        if not outcome.error:
             return None
         poisoned = "an earlier request saw the device fail; the file accepts no more requests"
-        detail = poisoned if found.poisoned else HINTS.get(found.error, "the transfer failed")
-        where = {"offset": found.offset, "length": found.length, "errno": found.error}
+        detail = poisoned if outcome.poisoned else HINTS.get(outcome.error, "the transfer failed")
+        where = {"offset": outcome.offset, "length": outcome.length, "errno": outcome.error}
         return StoreError(self.name, self._file.path, detail, **where)
 
     def __del__(self) -> None:

@@ -16,7 +16,12 @@ def _with_addresses(function: Callable[..., None]) -> Callable[..., None]:
     kinds = [kind if kind.kind == "pointer" else None for kind in ffi.typeof(function).args]
 
     def call(*given: int) -> None:
-        function(*[one if kind is None else ffi.cast(kind, one) for kind, one in zip(kinds, given, strict=True)])
+        function(
+            *[
+                argument if kind is None else ffi.cast(kind, argument)
+                for kind, argument in zip(kinds, given, strict=True)
+            ]
+        )
 
     return call
 

@@ -174,7 +174,7 @@ class Ranks:
             source = _global_rank(self._within, owner)
             return self._start("allgather", f"broadcast of {what}", full, dist.broadcast, self._within, full, source)
         self.sent_bytes += (self.shards - 1) * shard.nbytes
-        octets = (one.view(-1).view(torch.uint8) for one in (full, shard))  # collectives don't have all dtypes
+        octets = (tensor.view(-1).view(torch.uint8) for tensor in (full, shard))  # collectives don't have all dtypes
         return self._start("allgather", f"all-gather of {what}", full, _all_gather, self._within, *octets)
 
     def reduce(self, full: torch.Tensor, what: str, owner: int) -> Collective:
@@ -261,7 +261,7 @@ class Ranks:
             return
         values = self.of_all(value, what)
         if len(set(values)) > 1:
-            by_rank = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
+            by_rank = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(values))
             raise RanksError(
                 f"ranks disagree about {what} ({by_rank}): all must hold the same model, options, package versions and "
                 "input shapes, and compile in the same order"

@@ -75,9 +75,9 @@ class Note:
 
     def seconds(self) -> tuple[float, float | None]:
         """Its begin and end; None: it goes on still."""
-        found = [moments for span in self.spans if (moments := span.seconds()) is not None]
-        if found and len(found) == len(self.spans):
-            return min(first for first, _ in found), max(last for _, last in found)
+        known = [moments for span in self.spans if (moments := span.seconds()) is not None]
+        if known and len(known) == len(self.spans):
+            return min(first for first, _ in known), max(last for _, last in known)
         return _seconds(self.begin), None if self.end is None else _seconds(self.end)
 
 

@@ -341,16 +341,16 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: float) -> tu
             if hellos is not None and hellos != welcomed:
                 store.set("welcome", json.dumps([name, hellos]))
                 welcomed = hellos
-        found = _texts(store, ["welcome"])
-        offered, hellos = json.loads(found[0]) if found else ("", [])
+        welcome = _texts(store, ["welcome"])
+        offered, hellos = json.loads(welcome[0]) if welcome else ("", [])
         if not came and len(hellos) == size and hellos[rank] == mine:
             name, came = offered, True
             store.set(f"{name}/came/{rank}", "")
             store.add(f"{name}/came", 1)
         if came and _all_came(store, name, size):
-            found = _texts(store, ["welcome"])
-            assert found is not None
-            return name, [Process(*json.loads(hello)[1]) for hello in json.loads(found[0])[1]]
+            welcome = _texts(store, ["welcome"])
+            assert welcome is not None
+            return name, [Process(*json.loads(hello)[1]) for hello in json.loads(welcome[0])[1]]
     absent = [other for other in range(size) if other != rank and not (name and store.check([f"{name}/came/{other}"]))]
     who = f"rank(s) {', '.join(map(str, absent))}" if name else "rank 0, or another one,"
     raise RanksError(

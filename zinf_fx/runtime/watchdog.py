@@ -188,11 +188,11 @@ class Waits:
         """Return the first of the `ranks`, and where it waits, that waits for this one and is waited for by it, at this
         look and the last one. `ranks`: by their numbers in the group, those in all of torch.distributed."""
         points = {rank: point for rank, everywhere in ranks.items() if (point := _said_by(store, everywhere))}
-        found = {rank: point for rank, point in points.items() if point.is_before(mine) and mine.is_before(point)}
-        before, self._seen = self._seen, (mine, found)
+        deadlocked = {rank: point for rank, point in points.items() if point.is_before(mine) and mine.is_before(point)}
+        before, self._seen = self._seen, (mine, deadlocked)
         if before is None or before[0] != mine:
             return None
-        return next(((rank, point) for rank, point in found.items() if before[1].get(rank) == point), None)
+        return next(((rank, point) for rank, point in deadlocked.items() if before[1].get(rank) == point), None)
 
 
 def _key(rank: int) -> str:

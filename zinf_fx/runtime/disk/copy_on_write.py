@@ -51,13 +51,13 @@ class CopyOnWrite:
     def read(
         self, address: int, offset: int, nbytes: int, *, owner: object = None, keeper: object | None = None
     ) -> Ticket:
-        """As `Store.read`; of the bytes that are kept for `keeper`, if one is given."""
+        """Start a `Store.read`; of the bytes that are kept for `keeper`, if one is given."""
         parts = _cut(self._parts_for(keeper), offset, offset + blocks(nbytes))
         return self._start(self._store.read, parts, address, offset, owner)
 
     @held_back
     def write(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-        """As `Store.write`. Raises: StoreError where there is no space for what is kept and was not to be rewritten."""
+        """Start a `Store.write`. Raises: StoreError where there is no space for what is kept."""
         with self._locked():
             before = _cut(self._live, offset, offset + blocks(nbytes))
             parts = before if not self._kept else self._free_to_write(before)
@@ -248,29 +248,29 @@ def _runs(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> Iterator[tup
 
 def _overlapping(some: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> bool:
     return any(
-        one.extent is other.extent and one.start < other.stop and other.start < one.stop
-        for one in some
+        part.extent is other.extent and part.start < other.stop and other.start < part.stop
+        for part in some
         for other in others
     )
 
 
 def _without(parts: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> list[ExtentPart]:
     """What of these is in none of the others, each extent by itself."""
-    found = []
+    remaining = []
     for part in parts:
         left = FreeList([(part.start, part.stop)])
         for other in others:
             if other.extent is part.extent:
                 left.discard(other.start, other.stop)
-        found += [ExtentPart(start, stop, part.extent) for start, stop in left]
-    return found
+        remaining += [ExtentPart(start, stop, part.extent) for start, stop in left]
+    return remaining
 
 
 def _joined(parts: Iterable[ExtentPart]) -> list[ExtentPart]:
-    """The same, in order, in as few parts as possible."""
-    found: list[ExtentPart] = []
-    for part in sorted(parts, key=lambda one: one.start):
-        if found and found[-1].extent is part.extent and found[-1].stop == part.start:
-            part = ExtentPart(found.pop().start, part.stop, part.extent)
-        found.append(part)
-    return found
+    """Join what is consecutive. Returns as few parts as possible, in order."""
+    joined: list[ExtentPart] = []
+    for part in sorted(parts, key=lambda piece: piece.start):
+        if joined and joined[-1].extent is part.extent and joined[-1].stop == part.start:
+            part = ExtentPart(joined.pop().start, part.stop, part.extent)
+        joined.append(part)
+    return joined

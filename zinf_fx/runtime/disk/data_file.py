@@ -51,7 +51,7 @@ class DataFile(abc.ABC):
 
     @property
     def descriptor(self) -> int:
-        """Of the file, without direct I/O."""
+        """A descriptor of the file, without direct I/O."""
         return self._descriptors[0]
 
     def is_same(self, info: os.stat_result) -> bool:
@@ -67,7 +67,7 @@ class DataFile(abc.ABC):
             return False
 
     def gone_links(self) -> set[Path]:
-        """Those of `links` that the file doesn't have any more."""
+        """Return the `links` that the file doesn't have any more."""
         return self.links.gone(self.descriptor)
 
     @abc.abstractmethod
@@ -149,13 +149,13 @@ class AdoptedFile(DataFile):
         self._had_extents = True
 
     def give(self, offset: int, nbytes: int) -> None:
-        """As above: `CopyOnWrite` has kept the bytes until the checkpoint was gone."""
+        """Give bytes back to the file system: `CopyOnWrite` has kept them until the checkpoint was gone."""
         self.in_use -= nbytes
         if self._descriptors:
             give_back(self.descriptor, [range(offset, offset + nbytes)])
 
     def remove(self) -> None:
-        """As above. Its name in the scratch directory goes, too."""
+        """Remove the file, and its name in the scratch directory."""
         super().remove()
         if self._scratch.is_ours:
             self._scratch.unlink(self.path.name)

@@ -66,24 +66,24 @@ def file_system_of(directory: Path | str) -> FileSystem:
 @cache
 def note_memory(directory: Path) -> None:
     """Warn, once, of a store's directory whose bytes take memory. Raises: StoreError when there is none."""
-    found = file_system_of(directory)
-    if found.in_memory:
+    file_system = file_system_of(directory)
+    if file_system.in_memory:
         warnings.warn(
-            f"the store {directory} is on {found.kind}, whose bytes take host memory: what leaves for it frees none, "
-            'and nothing is gained over placement="host". Name a directory on a disk with `store`, or ZINF_STORE; '
-            "`zinf-fx doctor` looks at one",
+            f"the store {directory} is on {file_system.kind}, whose bytes take host memory: what leaves for it frees "
+            'none, and nothing is gained over placement="host". Name a directory on a disk with `store`, or ZINF_STORE'
+            "; `zinf-fx doctor` looks at one",
             stacklevel=2,
         )
 
 
 def one_per_device(directories: Iterable[Path | str]) -> list[Path]:
-    """Of directories, the first on each device: those on one device share its room and its rate. Raises: StoreError
-    when there is no such directory."""
-    found: dict[int, Path] = {}
+    """Return the first directory on each device: those on one device share its room and its rate. Raises: StoreError
+    when a directory is missing."""
+    by_device: dict[int, Path] = {}
     for path in map(Path, directories):
         with refusals("inspect", path, "can't be inspected"):
-            found.setdefault(os.stat(path).st_dev, path)
-    return list(found.values())
+            by_device.setdefault(os.stat(path).st_dev, path)
+    return list(by_device.values())
 
 
 def _mount(device: str, path: Path) -> tuple[str, str]:

@@ -18,21 +18,21 @@ class Generation:
         self._frozen: list[CopyOnWrite] = []
         self._links: dict[int, Path] = {}  # by the number of the data file
 
-    def freeze(self, several: Mapping[CopyOnWrite, bool], replaced: Sequence[Generation]) -> None:
+    def freeze(self, spaces: Mapping[CopyOnWrite, bool], replaced: Sequence[Generation]) -> None:
         """Keep these bytes as they are, with room for those that will be rewritten. `replaced`: generations that are
         released before that. Raises: StoreError where there is no room; nothing is kept then."""
         try:
-            for one, reserve in several.items():
-                one.freeze(self.key, [other.key for other in replaced], reserve=reserve)
-                self._frozen.append(one)
+            for space, reserve in spaces.items():
+                space.freeze(self.key, [other.key for other in replaced], reserve=reserve)
+                self._frozen.append(space)
         except BaseException:
             self.release()
             raise
 
-    def adopt(self, one: CopyOnWrite, extent: Extent, *, reserve: bool) -> None:
+    def adopt(self, space: CopyOnWrite, extent: Extent, *, reserve: bool) -> None:
         """Have bytes of adopted files, and keep them as they are: see `CopyOnWrite.adopt`."""
-        one.adopt(self.key, extent, reserve=reserve)
-        self._frozen.append(one)
+        space.adopt(self.key, extent, reserve=reserve)
+        self._frozen.append(space)
 
     def has_link(self, number: int, path: Path) -> None:
         """A data file has another name for bytes of it already."""
@@ -63,6 +63,7 @@ class Generation:
             self._frozen.pop().release(self.key)
 
     def settle(self) -> None:
-        """Those that it replaced are released. Raises: StoreError where they are not, and there is no other room."""
-        for one in self._frozen:
-            one.settle()
+        """Take the room of the generations that this one replaced. Raises: StoreError where they were not released, and
+        there is no other room."""
+        for space in self._frozen:
+            space.settle()

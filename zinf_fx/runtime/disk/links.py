@@ -68,18 +68,18 @@ class Links:
 
 
 def give_back_all_but(fd: int, content: Iterable[range]) -> None:
-    """As `give_back`, of what an open data file has besides some bytes and its first page."""
+    """Give back what an open data file has besides some bytes and its first page: see `give_back`."""
     others = FreeList([(PAGE, os.fstat(fd).st_size)])
     for part in content:
         others.discard(part.start, part.stop)
     give_back(fd, (range(start, end) for start, end in others))
 
 
-def give_back(fd: int, several: Iterable[range]) -> None:
+def give_back(fd: int, extents: Iterable[range]) -> None:
     """Give back to the file system some bytes of an open file; its size stays. Where the file system can't do that,
     nothing happens."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, end in ((one.start, one.stop) for one in several):
+    for start, end in ((extent.start, extent.stop) for extent in extents):
         arguments = fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)
         if libc.fallocate(*arguments) and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS):
             return

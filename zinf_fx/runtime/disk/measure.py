@@ -279,5 +279,5 @@ def weights_of(volumes: Sequence[tuple[Path, int]]) -> list[float]:
             rates[device] = profile.weight
         else:
             with Trial(directory, nbytes=QUICK_BYTES) as trial:
-                rates[device] = 2 / sum(1 / trial.run(one).bytes_per_second for one in ("write", "read"))
+                rates[device] = 2 / sum(1 / trial.run(direction).bytes_per_second for direction in ("write", "read"))
     return [rates[device] / devices.count(device) for device in devices]

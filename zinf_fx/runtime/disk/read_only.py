@@ -94,11 +94,10 @@ class FileExtent:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
         return self._file.path
 
     def read(self, address: int, offset: int, nbytes: int, *, owner: object = None) -> Ticket:
-        """As `Store.read`. What is asked for behind the end, as padding is, is left as it is."""
+        """Start a `Store.read`. It leaves memory for what is behind the end, as padding is, as it was."""
         if offset >= self._nbytes:
             return JoinedTicket(())
         return self._file.read(address, self._offset + offset, min(nbytes, self._nbytes - offset), owner)

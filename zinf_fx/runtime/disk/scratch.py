@@ -184,7 +184,8 @@ def survey(directory: Path | str, *, remove: bool) -> dict[Path, str | None]:
 
 
 def _why_it_stays(path: Path, *, remove: bool) -> str | None:
-    """As for `survey`. Works on descriptors, never through links: nothing outside the directory can be reached."""
+    """Return why the directory stays: see `survey`. It works on descriptors, never through links: nothing outside
+    the directory can be reached."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

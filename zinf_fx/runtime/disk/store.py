@@ -48,7 +48,7 @@ class Extent:
 
     @property
     def offset(self) -> int:
-        """Of its first byte, in the data file that has it."""
+        """Where its first byte is in the data file that has it."""
         return self.places[0].offset
 
 
@@ -95,8 +95,8 @@ class Store:
         block: int = BLOCK,
     ) -> None:
         names = candidates(provider, strict_direct)
-        several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
-        self.directories = tuple(Path(one).absolute() for one in several)
+        given = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
+        self.directories = tuple(Path(path).absolute() for path in given)
         if not self.directories or len({path.resolve() for path in self.directories}) < len(self.directories):
             raise ConfigError(f"store={list(map(str, self.directories))} needs one directory or several different ones")
         self.checksum = checksum
@@ -114,7 +114,9 @@ class Store:
         if len(self._volumes) > 1:
             total = sum(self._turns.weights)
             shares = zip(self.directories, self._turns.weights, strict=True)
-            log.info("store striped over %s", ", ".join(f"{one} {weight / total:.0%}" for one, weight in shares))
+            log.info(
+                "store striped over %s", ", ".join(f"{directory} {weight / total:.0%}" for directory, weight in shares)
+            )
         self._close = weakref.finalize(self, self._resources.close)
 
     def allocate(self, nbytes: int) -> Extent:
@@ -181,7 +183,7 @@ class Store:
         self.give_back(extent, 0, extent.capacity)
 
     def give_back(self, extent: Extent, start: int, nbytes: int) -> None:
-        """As `free`, of some pages of an extent. One thread at a time gives back those of an extent."""
+        """Free some pages of an extent: see `free`. One thread at a time gives back those of an extent."""
         left = self._live[extent.generation] - nbytes
         assert left >= 0, f"more of {extent} was given back than it has"
         if left:
@@ -225,7 +227,7 @@ class Store:
 
     @property
     def volumes(self) -> Sequence[Volume]:
-        """Of the directories, in order."""
+        """The volumes of the directories, in order."""
         return self._volumes
 
     @property

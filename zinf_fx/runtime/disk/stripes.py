@@ -36,18 +36,18 @@ class FilePart:
 
 def runs(places: Sequence[Place], unit: int, start: int, nbytes: int) -> list[FilePart]:
     """The parts of [start, start + nbytes) of an extent whose i-th `unit` bytes are at `places[i]`."""
-    found: list[FilePart] = []
+    parts: list[FilePart] = []
     end = start + nbytes
     while start < end:
         place, inside = places[start // unit], start % unit
         length = min(unit - inside, end - start)
-        last = found[-1] if found else None
+        last = parts[-1] if parts else None
         if last and last.volume == place.volume and last.offset + last.nbytes == place.offset + inside:
-            found[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + length)
+            parts[-1] = FilePart(last.volume, last.offset, last.start, last.nbytes + length)
         else:
-            found.append(FilePart(place.volume, place.offset + inside, start, length))
+            parts.append(FilePart(place.volume, place.offset + inside, start, length))
         start += length
-    return found
+    return parts
 
 
 class Turns:

@@ -50,6 +50,6 @@ def where_computed(node: fx.Node, operator: int) -> str:
 def _has_nan(value: object) -> bool:
     """Whether a value, or a member of it, has a NaN."""
     return any(
-        isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()) and bool(one.isnan().any())
-        for one in tree_leaves(value)
+        isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and bool(leaf.isnan().any())
+        for leaf in tree_leaves(value)
     )

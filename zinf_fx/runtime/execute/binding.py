@@ -144,7 +144,7 @@ def bind(
             if copied:
                 bound.call_method("copy_gradients", (run, tuple(copied), tuple(copied.values())))
             results = fx.map_arg(node.args[0], copies.__getitem__)
-            bound.output(tuple(kept.get(position, one) for position, one in enumerate(results)))
+            bound.output(tuple(kept.get(position, result) for position, result in enumerate(results)))
         else:
             copies[node] = bound.node_copy(node, copies.__getitem__)
             if type(node.target) is torch._ops.OpOverload:
@@ -157,8 +157,8 @@ def bind(
 
 
 def _computed_nbytes(node: fx.Node) -> int:
-    """Of a result in memory of its own on the CPU, with the sizes at hand where they are symbolic; of a tuple 0, as its
-    members count."""
+    """Return the bytes of a result in memory of its own on the CPU, with the sizes at hand where they are symbolic. A
+    tuple has none, as its members count."""
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and any(result.alias_info is not None for result in schema.returns)
     value = node.meta.get("val")

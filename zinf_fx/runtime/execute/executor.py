@@ -196,8 +196,8 @@ class Program(Stage):
         return self._here is not None and self._here.followed
 
     def head_tiles(self) -> list[tuple[StoredTile, Tile, int | None]]:
-        found = ((self.inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
-        return [(storage, tile, offset) for storage, tile, offset in found if storage is not None]
+        next_tiles = ((self.inputs.last(tile), self.schedule.tiles[tile], offset) for tile, offset in self._head)
+        return [(storage, tile, offset) for storage, tile, offset in next_tiles if storage is not None]
 
 
 class Executor:

@@ -111,12 +111,16 @@ class CompiledRegion:
             self._run_eagerly(wrong)
             return self._eagerly(given)
         numbered = enumerate(zip(results, self._expected, strict=True))
-        shapes = {n: one.shape for n, (result, one) in numbered if _is_known(one) and result.shape != one.shape}
+        shapes = {
+            n: expected.shape
+            for n, (result, expected) in numbered
+            if _is_known(expected) and result.shape != expected.shape
+        }
         self._run = _in_shapes(compiled, shapes) if shapes else compiled
         return _viewed(results, shapes)
 
     def _what_is_wrong(self, results: Results, inputs: Sequence[object]) -> str | None:
-        taken = {one.untyped_storage().data_ptr() for one in inputs if isinstance(one, torch.Tensor)}
+        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if isinstance(tensor, torch.Tensor)}
         for number, (result, expected) in enumerate(zip(results, self._expected, strict=True)):
             place = result.untyped_storage().data_ptr()
             if result.numel() and place in taken:
@@ -184,8 +188,8 @@ def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
 def _has_open_sizes(module: fx.GraphModule) -> bool:
     """Whether the region is for tensors of any size."""
     values = [value for node in module.graph.nodes for value in tree_leaves(node.meta["val"])]
-    sizes = (size for one in values if isinstance(one, torch.Tensor) for size in (*one.shape, *one.stride()))
-    return any(isinstance(one, torch.SymInt) for one in (*values, *sizes))
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride()))
+    return any(isinstance(value, torch.SymInt) for value in (*values, *sizes))
 
 
 def _another(value: torch.Tensor | torch.SymInt) -> torch.Tensor | torch.SymInt:
@@ -225,7 +229,7 @@ def _can_be_viewed_as(expected: torch.Tensor, result: torch.Tensor) -> bool:
 
 def _viewed(results: Results, shapes: Mapping[int, torch.Size]) -> Results:
     """Results, those with the numbers in `shapes` in other shapes."""
-    return [one.view(shapes[number]) if number in shapes else one for number, one in enumerate(results)]
+    return [result.view(shapes[number]) if number in shapes else result for number, result in enumerate(results)]
 
 
 def _in_shapes(compiled: Boxed, shapes: Mapping[int, torch.Size]) -> Boxed:
@@ -235,7 +239,7 @@ def _in_shapes(compiled: Boxed, shapes: Mapping[int, torch.Size]) -> Boxed:
 def _lies_as(expected: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether the elements of two tensors of one shape have the same places."""
     strides = zip(expected.shape, expected.stride(), result.stride(), strict=True)
-    return all(size == 1 or one == other for size, one, other in strides)
+    return all(size == 1 or wanted == given for size, wanted, given in strides)
 
 
 def _brief(error: Exception) -> str:

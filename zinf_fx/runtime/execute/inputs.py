@@ -30,8 +30,8 @@ class Found(NamedTuple):
 
 
 class Storages(Sequence["StoredTile"]):
-    """Those of a graph's tiles. They are looked up one by one: nothing is done here for tiles that nobody asks for, as
-    those that have none, or whose model is gone: it is None, which types don't say."""
+    """The stored tiles of a graph's tiles, each of which is looked up when somebody asks for it. A tile that has none,
+    or whose model is gone, is None, which types don't say: nobody asks for it."""
 
     def __init__(
         self, parameters: Sequence[Callable[[], StoredTile | None]], activations: Mapping[int, StoredTile]
@@ -89,7 +89,9 @@ class Inputs:
         if not same:
             parameters = self._resolved(arguments)
             same = self._tokens is not None and [self._last[tile]() for tile in self.parameters] == parameters
-            references = {t: weakref.ref(one, self._forget) for t, one in zip(self.parameters, parameters, strict=True)}
+            references = {
+                t: weakref.ref(storage, self._forget) for t, storage in zip(self.parameters, parameters, strict=True)
+            }
             self._tokens, self._last = tokens, [references.get(tile, _nothing) for tile in range(len(self._last))]
             self._tiers = list(map(weakref.ref, dict.fromkeys(storage.tiers for storage in parameters)))
         activations = {tile: self._stored(arguments, tile, [p]) for tile, p in self._activations.items()}

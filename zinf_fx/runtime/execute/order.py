@@ -59,8 +59,8 @@ class CollectiveOrder:
     @property
     def _name(self) -> str:
         first, *others = [self._schedule.tiles[tile].label for tile in self._tiles]
-        several = f" and {len(others)} more" if others else ""
-        return f"the {self._schedule.kind} graph with {first}{several}"
+        and_more = f" and {len(others)} more" if others else ""
+        return f"the {self._schedule.kind} graph with {first}{and_more}"
 
     @cached_property
     def _digest(self) -> int:
@@ -110,8 +110,8 @@ class CollectiveOrder:
 
     @cached_property
     def _names_numbers(self) -> dict[int, int]:
-        """Of each tile that may be refreshed, a number that stands for its parameters: other ranks may have other ones
-        besides that are never stale."""
+        """By tile that may be refreshed, a number that stands for its parameters: other ranks may have other tiles
+        besides, which are never stale."""
         return {tile: _number(_names(self._schedule.tiles[tile])) for tile in self._refreshed}
 
     def _replicas(self, storages: Sequence[StoredTile]) -> Iterator[tuple[str, TensorStorage]]:
@@ -120,8 +120,8 @@ class CollectiveOrder:
             yield from zip(_names(self._schedule.tiles[tile]), storages[tile].members, strict=True)
 
     def _take_over(self, ranks: Ranks, storages: Sequence[StoredTile]) -> None:
-        """Of the replicas that all ranks use in this graph, those that eager code wrote to, on any of them, become the
-        first rank's."""
+        """Give every rank the first one's elements of the replicas that all ranks use in this graph and that eager code
+        wrote to on any of them."""
         replicas = {name: member for name, member in self._replicas(storages) if member.ranks is ranks}
         written = [name for name, member in replicas.items() if not member.share.agreed]
         by_rank = ranks.of_all((list(replicas), written), "what eager code wrote to")
@@ -157,7 +157,6 @@ def _refuse(ranks: Ranks, graph: str, lines: Sequence[str]) -> NoReturn:
 
 
 def _names(tile: Tile) -> list[str]:
-    """Of the parameters of a tile."""
     return [member.name for member in tile.members] or [tile.name]
 
 

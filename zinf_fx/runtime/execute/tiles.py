@@ -95,7 +95,7 @@ class InFlightTile(Lifecycle, ABC):
 
     @abstractmethod
     def _values(self) -> list[torch.Tensor]:
-        """As `wait`."""
+        """The values of the parameters, for `wait`."""
 
     def close(self) -> None:
         """Give the buffers back."""

@@ -26,7 +26,7 @@ _arena: Arena | None = None
 
 
 def dequantize(packed: torch.Tensor, shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """As the operation `dequantize`. On the CPU, large values lie in memory that the next ones take over: fresh pages
+    """Run the operation `dequantize`. On the CPU, large values lie in memory that the next ones take over: fresh pages
     from the system take several times longer than the arithmetic."""
     whole = torch.Size((packed.shape[0], *shape))
     if packed.device.type != "cpu" or whole.numel() * dtype.itemsize < _LARGE:

@@ -184,7 +184,7 @@ class Buffer:
         self._arena._give_back(self._offset, self.capacity)
 
     def release_after(self, ticket: Ticket) -> None:
-        """As `release`, once `ticket`, a copy to a device, is done; waits where many buffers are released like this."""
+        """Release the buffer once `ticket`, a copy to a device, is done. It waits where many buffers do."""
         self._arena._release_after(ticket, self)
 
     def release_when_dropped(self) -> None:

@@ -107,11 +107,11 @@ class Device:
         """From now on, there is room for so many bytes of values on their way to host memory."""
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """As a `Registry`."""
+        """Let the device copy from and to host memory directly: see `Registry`. Returns why it can't."""
         return None
 
     def unregister(self, address: int) -> None:
-        """As a `Registry`."""
+        """End what `register` began."""
 
 
 class _Copied:

@@ -135,7 +135,7 @@ class Space:
             self._untouched = FreeList(self._free)
 
     def take(self, nbytes: int, alignment: int, within: range | None = None) -> int | None:
-        """As `FreeList.take`."""
+        """Take space, with what was returned meanwhile: see `FreeList.take`."""
         with self._lock:
             self._take_back()
             start = self._free.take(nbytes, alignment, within)
@@ -158,7 +158,7 @@ class Space:
             self._size += nbytes
 
     def free_before(self, end: int) -> int:
-        """As `FreeList.free_before`."""
+        """Return what is free, with what was returned meanwhile: see `FreeList.free_before`."""
         with self._lock:
             self._take_back()
             return self._free.free_before(end)

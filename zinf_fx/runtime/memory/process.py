@@ -47,29 +47,30 @@ def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> MemoryLimit:
     machine = MemoryLimit(
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory", by_group=False
     )
-    found = [machine, *_of_mappings()]
+    limits = [machine, *_of_mappings()]
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            found += _limits(mount / "memory", path, "memory.limit_in_bytes")
+            limits += _limits(mount / "memory", path, "memory.limit_in_bytes")
         elif not controllers:
-            found += _limits(mount, path, "memory.max")
-    return min(found, key=lambda limit: limit.nbytes)
+            limits += _limits(mount, path, "memory.max")
+    return min(limits, key=lambda limit: limit.nbytes)
 
 
 def _of_mappings() -> list[MemoryLimit]:
-    found = []
+    limits = []
     for kind, (name, counted) in _OF_MAPPINGS.items():
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(counted))
             left = max(0, limit - (int(line.split()[1]) << 10))
-            found.append(MemoryLimit(left // 2, f"{name}, of which {in_words(left)} are left", by_group=False))
-    return found
+            limits.append(MemoryLimit(left // 2, f"{name}, of which {in_words(left)} are left", by_group=False))
+    return limits
 
 
 def _limits(root: Path, path: str, name: str) -> list[MemoryLimit]:
-    """Those of a group and the groups around it. In a container `path` may be that on the host: then the root's."""
+    """Return the limits of a group and of the groups around it. In a container, `path` may be the group's on the
+    host: then these are the root's."""
     group = root / path.lstrip("/")
     files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)]
     texts = [(file, file.read_text().strip()) for file in files if file.exists()]
