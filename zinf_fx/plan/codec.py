@@ -80,7 +80,7 @@ def dtypes() -> dict[str, torch.dtype]:
 
 
 class _Unfit(Exception):
-    """What is wrong with a value, to be read behind where it stands, which callers add to."""
+    """What is wrong with a value, to be read after where it stands, which callers add to."""
 
     place = ""
 

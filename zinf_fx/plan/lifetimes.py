@@ -134,7 +134,7 @@ class Lifetimes:
     """
 
     def __init__(self, graphs: Sequence[GraphSchedule]) -> None:
-        """Raises: OutOfOrder for an event that doesn't follow what comes before it; UnfinishedJourney for a graph that
+        """Raises: OutOfOrder for an event that doesn't follow what comes before it; UnfinishedLifetime for a graph that
         ends while a tile is in memory."""
         self.of_tile: dict[int, list[LiveRange]] = {}
         self.gradient_offloads: list[GradientOffload] = []
@@ -185,7 +185,7 @@ class Lifetimes:
         """When the tiles are in memory while a graph runs. Of one tile, these may overlap.
 
         A live range lasts from its first fetch to its release, both included; what is fetched for backward, to the end
-        of the graph; what is kept, from the operator behind its release, or from the prologue, to its next fetch, or
+        of the graph; what is kept, from the operator after its release, or from the prologue, to its next fetch, or
         to the end.
         """
         end = self._counts[graph]
@@ -230,7 +230,7 @@ class Lifetimes:
 
 
 def _apart(pair: Reuse, graph: int, end: int) -> Iterator[range]:
-    """The operators of a graph that lie between two live ranges of a tile that is kept; `end`: the number behind its
+    """The operators of a graph that lie between two live ranges of a tile that is kept; `end`: the number after its
     last."""
     before, after, next_step = pair
     start, stop = before.release.operator + 1, after.fetch.operator

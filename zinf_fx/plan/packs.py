@@ -89,7 +89,7 @@ def nbytes_in_pack(numel: int, dtype: torch.dtype, padded: int = 0) -> int:
 
 
 def spaced(count: int, dtype: torch.dtype) -> int:
-    """Elements from the begin of a tensor of `count` to that of the one behind it: whole blocks of the store."""
+    """Elements from the begin of a tensor of `count` to that of the next one: whole blocks of the store."""
     return blocks(count * dtype.itemsize) // dtype.itemsize
 
 

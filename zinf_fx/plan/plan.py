@@ -25,7 +25,7 @@ class Choice:
     """What backward gets of some nodes' results.
 
     Attributes:
-        first, end: numbers of the first node and of the one behind the last, in the captured graph once its parameters
+        first, end: numbers of the first node and of the one after the last, in the captured graph once its parameters
             are divided.
         recomputed: whether it computes them again; else they are saved; None: the model says so.
         segment: the part of the graph that is computed again as a whole; None: of none.
@@ -95,7 +95,7 @@ class Plan:
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
-        """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
+        """What the events mean. Raises: OutOfOrder, UnfinishedLifetime."""
         return Lifetimes(self.graphs)
 
     @property

@@ -52,7 +52,7 @@ class Tile:
         state_tier: where the optimizer's states of it live; None when the graph computes no gradient for it.
         state_dtype: what these are kept in, masters besides; None: the dtype of the update.
         master_dtype: the same of masters.
-        rows: first row of the parameter and the one behind the last, when the parameter has several tiles.
+        rows: first row of the parameter and the one after the last, when the parameter has several tiles.
         activation: whether it is an activation: as flat as it lies in memory, and other values in every step.
         ranks: how many it is divided over; of an activation, those of tensor parallelism.
         shard: elements of it, with padding, that one of them is responsible for; 0 with one rank.
@@ -68,7 +68,7 @@ class Tile:
     Each parameter of a pack is divided over the ranks by itself, as any other, and a rank's shard of the pack is its
     shards of them in a row. So one collective gathers the pack, or reduces its gradients. What it gathers are the
     shards of one rank after the other: a parameter of which the first rank has all elements lies in one piece there,
-    and the others are copied behind it.
+    and the others are copied after it.
     """
 
     name: str

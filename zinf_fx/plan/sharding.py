@@ -172,7 +172,7 @@ class Shards:
         return tuple(part for part in parts if part) or (range(self.numel, self.numel),)
 
     def position(self, rank: int, element: int) -> int:
-        """Return where an element of the rank's shard, or the one behind the last, is in it."""
+        """Return where an element of the rank's shard, or the one after the last, is in it."""
         segment = self.segments[min(element // max(self.segment, 1), len(self.segments) - 1)]
         held = segment.held_by(rank)
         return held.start + min(max(element - segment.of_rank(rank).start, 0), len(held))

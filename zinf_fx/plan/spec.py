@@ -31,7 +31,7 @@ class StepGraphs:
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
-        """What the events mean. Raises: OutOfOrder, UnfinishedJourney."""
+        """What the events mean. Raises: OutOfOrder, UnfinishedLifetime."""
         return Lifetimes(self.graphs)
 
     def name(self, index: int) -> str:

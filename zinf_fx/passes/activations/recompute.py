@@ -51,17 +51,17 @@ class RecomputeActivations(Pass):
 
 
 def _best_cuts(segments: Segments) -> list[int]:
-    """The positions to cut behind: where what is saved, and what backward needs of one segment, is least together."""
+    """The positions to cut after: where what is saved, and what backward needs of one segment, is least together."""
     candidates = segments.at_minima()
     needed = set(segments.needed(segments.forward))
     nbytes = [0, *accumulate(sum(bytes_computed(node) for node in nodes if node in needed) for nodes in segments.made)]
-    # Of the bytes that backward needs, where each segment may begin: at the start, or behind a candidate.
+    # Of the bytes that backward needs, where each segment may begin: at the start, or after a candidate.
     begins = [0, *(nbytes[cut + 1] for cut in candidates)]
     return [candidates[number] for number in _least_peak(begins, nbytes[-1], _saved_at(segments, candidates))]
 
 
 def _saved_at(segments: Segments, candidates: Sequence[int]) -> list[list[int]]:
-    """By candidate, and by the number of the segment's begin (0: that of the graph, n + 1: behind candidate n), the
+    """By candidate, and by the number of the segment's begin (0: that of the graph, n + 1: after candidate n), the
     bytes that a cut there saves and the cut at the begin doesn't: what crosses and was computed in between."""
     made_at = {node: position for position, nodes in enumerate(segments.made) for node in nodes}
     saved = []

@@ -39,7 +39,7 @@ class Segments:
         self._context = context
 
     def at_minima(self) -> list[int]:
-        """Positions behind which fewer bytes cross than before and after: between the layers of a transformer, where
+        """Positions after which fewer bytes cross than at their neighbours: between the layers of a transformer, where
         only the residual stream does."""
         values = [sum(map(bytes_computed, nodes)) for nodes in self.crossing]
         minima = []
@@ -58,7 +58,7 @@ class Segments:
 
     def before_layers(self) -> list[int]:
         """For each layer that parameters' names tell of (`blocks.3.mlp.up.weight`), in the order of their use, the
-        position behind which it begins: where least crosses, between the uses of its parameters and of those before."""
+        position after which it begins: where least crosses, between the uses of its parameters and of those before."""
         begun: set[tuple[str, str] | None] = {None}
         boundaries, last_use = [], -1
         for position, node in enumerate(self.forward):

@@ -51,7 +51,7 @@ def print_graph(graph: fx.Graph, context: GraphContext) -> str:
 
 
 def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node) -> str:
-    """The line of `node`, marked, and two before and behind it."""
+    """The line of `node`, marked, and two before and after it."""
     at = list(graph.nodes).index(node)
     lines = list(_lines(graph, context))[max(at - 2, 0) : at + 3]
     return "\n".join(f"{'->' if other is node else '  '}{text}" for other, text in lines)

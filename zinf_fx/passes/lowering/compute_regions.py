@@ -27,7 +27,7 @@ from zinf_fx.passes.ir.randomness import is_random
 from zinf_fx.plan.lifetimes import Lifetimes
 from zinf_fx.plan.schedule import PROLOGUE
 
-_Place = Literal["inside", "before", "between", "behind", "apart"]
+_Place = Literal["inside", "before", "between", "after", "apart"]
 # PyTorch's own kernel is as good for one operation by itself.
 _FEWEST = 2
 # What only names values that are there, or lie together.
@@ -75,7 +75,7 @@ class FormRegions(Pass):
     where an event is due that moves bytes or frees them: what has to be there is waited for at the same place as
     before, and nothing stays longer. Events that do neither, because a tile stays where it is or because there is one
     rank, move to the beginning or the end of the run. So do views: a region makes of its inputs the views that it
-    takes, unless they are parts, and what others take of its results is made behind it. No result of a region is a
+    takes, unless they are parts, and what others take of its results is made after it. No result of a region is a
     view, then, and none shares memory with a tile. An operation stays by itself when it draws random numbers, writes to
     its input, writes by index, has results of sizes that only values tell, or isn't one of PyTorch's.
     """
@@ -90,8 +90,8 @@ class FormRegions(Pass):
 
 
 def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Place]:
-    """Where a node may be, seen from a run that goes on over it: inside of it, before it, before it or behind it
-    depending on what it takes, or behind it; "apart" ends the run."""
+    """Where a node may be, seen from a run that goes on over it: inside of it, before it, before it or after it
+    depending on what it takes, or after it; "apart" ends the run."""
     lifetimes = Lifetimes([outline(graph, context)])
     live_ranges = {node: lifetimes.live_range_of(0, number) for number, node in enumerate(events_in(graph))}
 
@@ -99,14 +99,14 @@ def _places(graph: fx.Graph, context: GraphContext) -> Callable[[fx.Node], _Plac
         event, tile = event_of(node), context.tile_of(node)
         if event.kind in ("reduce_scatter", "offload"):
             is_there = tile.gradient_tier == "device" or event.kind == "reduce_scatter"
-            return "behind" if tile.ranks * tile.replicas == 1 and is_there else "apart"
+            return "after" if tile.ranks * tile.replicas == 1 and is_there else "apart"
         if event.kind in ("offload_activation", "write"):
             return "apart"
         live_range = live_ranges[node]
         is_kept = live_range is not None and live_range.kept
         was_kept = live_range is not None and live_range.found == "kept"
         if event.kind == "release":
-            return "behind" if is_kept or not tile.needs_buffer else "apart"
+            return "after" if is_kept or not tile.needs_buffer else "apart"
         there = not tile.needs_buffer or (event.kind == "wait" and was_kept)
         return "before" if there else "apart"
 
@@ -177,12 +177,12 @@ class _Run:
 
     operator: int
     inside: dict[fx.Node, None] = field(default_factory=dict)
-    behind: dict[fx.Node, None] = field(default_factory=dict)
+    after: dict[fx.Node, None] = field(default_factory=dict)
     nodes: list[fx.Node] = field(default_factory=list)  # both, in the graph's order
     matrices: set[fx.Node] = field(default_factory=set)  # that are taken inside
 
     def add(self, node: fx.Node, inside: bool) -> None:
-        (self.inside if inside else self.behind)[node] = None
+        (self.inside if inside else self.after)[node] = None
         self.nodes.append(node)
 
     @property
@@ -211,7 +211,7 @@ class _Forming:
         if place == "inside":
             if self._run is not None:
                 taken = list(_taken_by(node, self._run.inside))
-                if any(source in self._run.behind for source in taken) or not _matrices(taken) <= self._run.matrices:
+                if any(source in self._run.after for source in taken) or not _matrices(taken) <= self._run.matrices:
                     self._end()
             self._run = self._run or _Run(operator_of(node))
             self._run.matrices |= _matrices(_taken_by(node, self._run.inside))
@@ -221,7 +221,7 @@ class _Forming:
                     self._members.add(member)
                     self._run.add(member, inside=True)
         elif (run := self._run) is not None and (
-            place == "behind" or any(n in run.inside or n in run.behind for n in node.all_input_nodes)
+            place == "after" or any(n in run.inside or n in run.after for n in node.all_input_nodes)
         ):
             run.add(node, inside=False)
         else:
@@ -246,7 +246,7 @@ class _Forming:
                 node.replace_all_uses_with(member, delete_user_cb=lambda user: user not in inside)
                 self._order.append(member)
         self._replaced |= inside
-        self._order += run.behind
+        self._order += run.after
 
     def arrange(self) -> None:
         """Put the graph into its order, and remove what regions have taken over."""

@@ -5,7 +5,7 @@ A graph that writes to a parameter is captured as one that computes the new valu
 stands for it from then on; AOTAutograd ends it with a copy of the last token into its input. `note_writes` puts a
 `write` in the place of each, and lets all gathers be of the input, because backward is to gather what forward wrote;
 `after` says how many writes come before. In the graph that writes, `PlaceWrites` puts the new value in the place of
-what is gathered after a write. The last one leaves for its tier behind the last use of the value that the graph began
+what is gathered after a write. The last one leaves for its tier after the last use of the value that the graph began
 with. Backward can gather no value but the last.
 """
 

@@ -223,7 +223,7 @@ class _Repeated:
     # Random numbers
 
     def _draw_ahead(self, nodes: Sequence[fx.Node]) -> dict[torch.device, list[fx.Node]]:
-        """By device, the state of its generator where each micro-batch begins, as the loop would find it: behind the
+        """By device, the state of its generator where each micro-batch begins, as the loop would find it: after the
         forward passes of those before, which draw here from what has no values. Raises: ConfigError."""
         for node in nodes:
             if run_by(node)[0] is not node.target:

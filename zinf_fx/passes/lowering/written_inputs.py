@@ -2,7 +2,7 @@
 
 [Note: written inputs]
 Running means, codebooks, queues and power iterations are buffers that forward writes to, and the graph's last nodes
-copy the new values there; to an input that is differentiated, AOTAutograd copies them behind the graph. What backward
+copy the new values there; to an input that is differentiated, AOTAutograd copies them after the graph. What backward
 computes again it would compute from the buffer as it is then, which the partitioner knows nothing of: it takes an input
 for a value. So everything reads a snapshot of such an input, which must be saved if backward needs the value. Where it
 is not, forward reads the input itself, as it was captured.
@@ -24,16 +24,16 @@ from zinf_fx.passes.ir.rewriting import emit
 _OF_BACKWARD = ("is_backward", "must_be_in_backward")
 
 
-def snapshot_written_inputs(joint: fx.Graph, behind: Collection[str]) -> None:
-    """Let a joint graph read a snapshot of each input that it writes to, or that has its name in `behind`: those are
-    written to behind the graph. What backward itself reads of an input that only backward writes to, stays."""
+def snapshot_written_inputs(joint: fx.Graph, written_after: Collection[str]) -> None:
+    """Let a joint graph read a snapshot of each input that it writes to, or that is written to after the graph: those
+    have their names in `written_after`. What backward itself reads of an input that only backward writes to, stays."""
     placeholders = joint.find_nodes(op="placeholder")
     backward = _nodes_of_backward(joint)
     for value in placeholders:
         writers = _writers_of(value)
-        if not writers and value.name not in behind:
+        if not writers and value.name not in written_after:
             continue
-        theirs = backward if value.name not in behind and backward.issuperset(writers) else ()
+        theirs = backward if value.name not in written_after and backward.issuperset(writers) else ()
         readers = [user for user in value.users if not (user in writers or user in theirs or user.op == "output")]
         if not readers:
             continue

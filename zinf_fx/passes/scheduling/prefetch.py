@@ -143,7 +143,7 @@ def _start_successor(graph: fx.Graph, context: GraphContext, ledger: Ledger) -> 
     for op, tile, early in context.successor_prologue if count else ():
         if (key := context.keys[tile]).token not in tokens:
             continue  # a pack that only backward has
-        # In a graph that is shorter than the distance, they start right behind the graph's own prologue.
+        # In a graph that is shorter than the distance, they start right after the graph's own prologue.
         operator = max(count - early, 0)
         if op is ops.fetch:
             fetched[tile] = ledger.extend(tile_bytes(context.table[tile]), count, operator, held[tile])

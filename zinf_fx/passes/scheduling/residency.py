@@ -56,7 +56,7 @@ class Gap(NamedTuple):
     """The time between two live ranges of a tile.
 
     Attributes:
-        reuse: what lies before and behind it.
+        reuse: what lies before and after it.
         positions: where in a step it lies (see `free_bytes`); one that goes on in the next step has two parts.
         nbytes: of the tile.
         small: whether the tile is a vector, and not a matrix.

@@ -155,7 +155,7 @@ class _DividedParameter:
         return parts
 
     def _part(self, term: fx.Node, number: int, before: list[fx.Node]) -> fx.Node:
-        """One range of a term, computed as soon as its inputs are there, and behind what uses the same range."""
+        """One range of a term, computed as soon as its inputs are there, and after what uses the same range."""
         inputs = check_term(term)
         of_uses = (ends for value in inputs for ends in self._ends.get(untransposed(value), ()))
         latest = max((*inputs, *before, *(ends[number] for ends in of_uses)))  # nodes compare by position

@@ -126,7 +126,7 @@ def _check_tile(number: int, tile: Tile) -> None:
         if first >= end or not tile.shape or end - first != tile.shape[0]:
             raise PlanError(f"{where} has the rows {first} to {end}, and the shape {list(tile.shape)}")
         if end * (nbytes // max(tile.shape[0], 1)) > LARGEST:
-            raise PlanError(f"{where} begins behind the end of any memory")
+            raise PlanError(f"{where} begins after the end of any memory")
 
 
 def _is_pack(tile: Tile) -> bool:

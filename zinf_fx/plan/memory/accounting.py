@@ -146,15 +146,15 @@ def offloads_to_nvme(schedule: GraphSchedule) -> list[Event]:
 
 
 def prefetched_gradient_buffers(plan: Plan, schedule: GraphSchedule) -> list[int | None]:
-    """Return, for each gradient that is offloaded to NVMe, the number of the one behind whose offload it has its
+    """Return, for each gradient that is offloaded to NVMe, the number of the one after whose offload it has its
     buffer, so that what it is added to is read while operators compute. That is up to PREFETCHED_GRADIENTS before, if
     it and those between take half of the gradients' buffer at most, and beside that one fit it. None: it has its buffer
     from its own offload on."""
     rooms = [gradient_buffer_bytes(schedule.tiles[event.tile], plan.stage) for event in offloads_to_nvme(schedule)]
-    behind: list[int | None] = []
+    after: list[int | None] = []
     for number in range(len(rooms)):
         earlier = range(max(number - PREFETCHED_GRADIENTS, 0), number)
         those = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
         fits = (at for at in earlier if max(2 * those[at], rooms[at] + those[at]) <= plan.gradient_buffer)
-        behind.append(next(fits, None))
-    return behind
+        after.append(next(fits, None))
+    return after

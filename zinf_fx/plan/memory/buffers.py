@@ -131,7 +131,7 @@ def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
     `prefetched_gradient_buffers`."""
     clock = Clock(plan)
     for graph, schedule in enumerate(plan.graphs):
-        behind, left = deque(prefetched_gradient_buffers(plan, schedule)), []  # the times at which gradients left
+        after, left = deque(prefetched_gradient_buffers(plan, schedule)), []  # the times at which gradients left
         writing: deque[tuple[int, At, Tile, int]] = deque()  # with the time at which each has its room
         together = 0
         for number, event in enumerate(schedule.events):
@@ -146,7 +146,7 @@ def _writes(plan: Plan) -> Iterator[PlannedBuffer]:
             begin = clock.at(at)
             if event.kind == "offload":
                 left.append(begin)
-                begin = begin if (earlier := behind.popleft()) is None else left[earlier] + 1
+                begin = begin if (earlier := after.popleft()) is None else left[earlier] + 1
             while together > max(buffer - nbytes, 0):
                 earliest = writing.popleft()
                 together -= earliest[-1]

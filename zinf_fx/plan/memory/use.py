@@ -236,7 +236,7 @@ def _gradients(plan: Plan) -> list[int]:
 
 
 def _state_bytes(tile: Tile, stage: int, tier: Tier) -> int:
-    """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; companions are in memory."""
+    """Bytes of Adam's states of a tile's parameters on a tier, each in whole blocks; scales and bits are in memory."""
     counts = tile.updated_elements(stage)
     itemsizes = tile.states.bytes_each if tile.state_tier == tier else ()
     nbytes = [elements * itemsize for elements in counts for itemsize in itemsizes]

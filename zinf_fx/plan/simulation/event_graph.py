@@ -139,12 +139,12 @@ class _Adding:
     """Gradients are added to what is there.
 
     Attributes:
-        behind: `prefetched_gradient_buffers` of the graph.
+        after: `prefetched_gradient_buffers` of the graph.
         programs: what the program had come to when each left for NVMe.
         written: by a tile's label, the jobs that wrote its gradient in this pass.
     """
 
-    behind: list[int | None]
+    after: list[int | None]
     programs: list[tuple[int, ...]] = field(default_factory=list)
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -408,7 +408,7 @@ class _Builder:
         if tile.gradient_tier == "nvme":
             adding, read_after = self._adding, after
             assert adding is not None
-            if (early := adding.behind[len(adding.programs)]) is not None:
+            if (early := adding.after[len(adding.programs)]) is not None:
                 read_after = (*adding.programs[early], *adding.written.get(tile.label, ()))
             after = (*after, self._add(f"read {tile.label}", "disk", self._disk(stored, 0), read_after, stored))
         if tile.gradient_tier != "device" and not hardware.unified:
