@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gate import named, slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +73,7 @@ def planner_of_all() -> Planner:
     return Planner(replace(SMALL, built=built), FOUR, Optimizer())
 
 
-@pytest.mark.parametrize("preset", ["zero-2", "infinity-cpu", "nvme"])
+@pytest.mark.parametrize("preset", ["zero-2", "infinity-nvme", slow("infinity-cpu"), slow("nvme")])
 def test_what_two_depths_say_is_what_a_plan_of_all_layers_says(planner: Planner, planner_of_all: Planner, preset: str):
     with no_search_for_cycles():
         whole, extended = (one.figures(PRESETS[preset]) for one in (planner_of_all, planner))
@@ -146,7 +147,11 @@ def of_a_layer(planner: Planner, preset: str) -> Figures:
     return combined(fewer, more, lambda one, other: (other - one) / 2)
 
 
-@pytest.mark.parametrize("preset", MOVED)
+# Others move through the links as these, or have one of their tiers.
+OF_THE_GATE = {"dp", "zero-2", "zero-3", "zero-offload", "infinity-nvme"}
+
+
+@pytest.mark.parametrize("preset", named(MOVED, OF_THE_GATE))
 def test_a_layer_moves_and_has_what_the_papers_say(planner: Planner, preset: str):
     layer = of_a_layer(planner, preset)
     assert {name: one.nbytes / PER_LAYER for name, one in layer.moved.items() if one.nbytes} == MOVED[preset]

@@ -16,9 +16,9 @@ from zinf_fx.plan import hardware
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:small"
 # As far as they are about what is printed, tests look at the first placement and the last.
 FEW = ("dp", "infinity-nvme")
-PARAMETERS = 12 * 2 * 64**2
+PARAMETERS = 12 * 64**2
 TRILLION = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "7", "--sequence", "1024"]
-SMALL = ["--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "1", "--sequence", "32"]
+SMALL = ["--layers", "1", "--hidden", "64", "--heads", "4", "--batch", "1", "--sequence", "32"]
 
 TARGETS = """
 import torch
@@ -59,15 +59,15 @@ def test_golden_of_a_trillion_parameters_on_a_dgx_2(golden, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("name", hardware.names())
-@pytest.mark.usefixtures("few")
-def test_a_model_on_every_description(capsys: pytest.CaptureFixture[str], name: str):
+def test_a_model_on_every_description(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr("zinf_fx.frontend.estimate.PLACEMENTS", ("dp",))
     out = text(capsys, *SMALL, "--hardware", name)
     assert "The first to fit is dp" in out and "Nothing is written with dp." in out
 
 
 def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("zinf_fx.frontend.estimate.PLACEMENTS", ("dp", "nvme"))
-    tiny = [*SMALL, "--hardware", "rtx-4090", "--device-memory", "64KiB", "--nvme", "1MiB"]
+    tiny = [*SMALL, "--layers", "2", "--hardware", "rtx-4090", "--device-memory", "64KiB", "--nvme", "1MiB"]
     out = text(capsys, *tiny)
     assert out.endswith("\n\nNo placement fits: nvme needs 1.5 MiB of NVMe in each node, not 1.0 MiB.\n")
     assert "TFLOP/s per device" not in out and "BANDWIDTH" not in out
@@ -109,11 +109,12 @@ def test_a_target(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.usefixtures("few")
 def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
-    plain = data(capsys, *SMALL)
+    two_layers = [*SMALL, "--layers", "2"]
+    plain = data(capsys, *two_layers)
     options = ("--checkpoint-interval", "2", "--dtype", "float32", "--optimizer-bytes", "16")
-    found = data(capsys, *SMALL, *options)
+    found = data(capsys, *two_layers, *options)
     assert plain["workload"]["dtype"] == "float16"  # the DGX-2's
-    assert (found["workload"]["dtype"], found["states"]["optimizer"]) == ("float32", 16 * PARAMETERS)
+    assert (found["workload"]["dtype"], found["states"]["optimizer"]) == ("float32", 2 * 16 * PARAMETERS)
     # Two layers are one segment, and the last one is never computed again.
     assert found["predictions"][0]["work"] > 0.8 * plain["predictions"][0]["work"]
     assert found["predictions"][0]["saved_for_backward"] > 2 * plain["predictions"][0]["saved_for_backward"]
@@ -219,7 +220,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]):
         ([*SMALL, "--link-bandwidth", "0.0000001"], "link-bandwidth='0.0000001' is not a bandwidth"),
         ([*SMALL, "--peak", "1e-320"], "peak='1e-320' is not a positive number"),
         ([*SMALL, "--heads", "3"], "is no multiple of heads=3"),
-        ([*SMALL, "--checkpoint-interval", "3"], "checkpoint-interval=3 is more than the 2 layers"),
+        ([*SMALL, "--layers", "2", "--checkpoint-interval", "3"], "checkpoint-interval=3 is more than the 2 layers"),
         ([*SMALL, "--optimizer-bytes", "many"], "optimizer-bytes='many' is not a whole number of at least 1"),
         ([*SMALL, "--efficiency", "half"], "efficiency='half' is not a positive number"),
         ([*SMALL, "--efficiency", "90"], "efficiency=90 is not accepted: give numbers above 0 and below 1"),
