@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zinf_fx
+from zinf_fx.runtime.tensor.storage import new_storages
 from zinf_fx.runtime.tensor.tiers import Tiers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -68,7 +69,7 @@ def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **OPTIONS)  # all of it is timed
     for parameter in model:
         storage = parameter.stored
-        parameter.grad = zinf_fx.StoredTensor.of(storage.like("nvme"), parameter.shape, parameter.device)
+        parameter.grad = zinf_fx.StoredTensor.of(new_storages([storage], "nvme")[0], parameter.shape, parameter.device)
         parameter.grad.normal_()
     tiers: Tiers = model[0].stored.tiers
     tiers.drain()

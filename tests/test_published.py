@@ -202,7 +202,7 @@ def test_a_checkpoint_of_published_weights_is_a_base(tmp_path: Path):
     with torch.device("meta"):
         model = Model().to(BF16)
     zinf_fx.attach_base(model, tmp_path / "base", store=tmp_path / "store")
-    assert all(parameter.stored.is_read_only for parameter in model.parameters())
+    assert all(parameter.stored.bytes.allocation.is_read_only for parameter in model.parameters())
     assert all(torch.equal(parameter.full_tensor(), values[name]) for name, parameter in model.named_parameters())
     assert copy.deepcopy(base).experts.quantised == model.experts.quantised
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_checkpoint_without_the_shapes_of_the_values_is_not_converted(
 def test_a_base_does_not_change_and_checkpoints_are_without_it(tmp_path: Path):
     values = written(tmp_path)
     model = Shifted(attached(tmp_path))
-    assert all(parameter.stored.is_read_only for parameter in model.base.parameters())
+    assert all(parameter.stored.bytes.allocation.is_read_only for parameter in model.base.parameters())
     with pytest.raises(StoreError, match="a tensor of a base can't change"), torch.no_grad():
         model.base.experts.zero_()
     assert torch.equal(model.base.experts.full_tensor(), values["experts"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zinf_fx
+from zinf_fx.runtime.tensor.storage import new_storages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -51,7 +52,7 @@ def test_the_engine_alone_moves_the_same_bytes_and_changes_no_states(tmp_path: P
     zinf_fx.offload(model, store=tmp_path, placement="nvme", chunk="64KiB")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False)
     for parameter in model:
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
+        parameter.grad = zinf_fx.StoredTensor.of(new_storages([parameter.stored], "nvme")[0], parameter.shape, "cpu")
         parameter.grad.normal_()
     tiers = model[0].stored.tiers
     optimizer.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zinf_fx
+from zinf_fx.runtime.tensor.storage import new_storages
 
 # A scalar, nothing at all, less than a chunk, chunks and a bit; few sizes are multiples of anything.
 SHAPES = ((129, 257), (), (0,), (5,), (20011,), (3, 7), (4096,))
@@ -39,7 +40,9 @@ class Twins:
         self.give_gradients()
         for parameter in self.stored:
             value, parameter.grad = parameter.grad, None
-            parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("host"), parameter.shape, "cpu")
+            parameter.grad = zinf_fx.StoredTensor.of(
+                new_storages([parameter.stored], "host")[0], parameter.shape, "cpu"
+            )
             parameter.grad.copy_(value)
 
     def moved_by_a_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

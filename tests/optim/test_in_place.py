@@ -14,6 +14,7 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.in_place import ResidentCall
+from zinf_fx.runtime.tensor.storage import new_states
 
 PLACED = ("device", "host")
 
@@ -327,7 +328,7 @@ def test_states_that_the_user_replaces(twins, called, stored: bool):
     value = torch.rand(30, 40)
     reference.state[pair.masters[0]]["exp_avg_sq"] = value.clone()
     if stored:
-        mine = zinf_fx.StoredTensor.of(pair.stored[0].stored.for_state(), (30, 40), "cpu")
+        mine = zinf_fx.StoredTensor.of(new_states([pair.stored[0].stored])[0], (30, 40), "cpu")
         mine.copy_(value)
     optimizer.state[pair.stored[0]]["exp_avg_sq"] = mine if stored else value
     for entry in (optimizer.state[pair.stored[1]], reference.state[pair.masters[1]]):

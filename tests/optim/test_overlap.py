@@ -19,6 +19,7 @@ from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim.chunk_queue import ChunkQueue
 from zinf_fx.optim.step import StreamedStep
 from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.tensor.storage import new_storages
 
 SHAPES = ((3 * 16384,), (100,), (2 * 16384,), (7,), (40_000,))
 LATE = 0.05
@@ -153,7 +154,7 @@ def test_ctrl_c_while_a_gradient_is_still_written_leaves_the_step_whole(twins):
     inject(store, Fault("completion", operation="write", count=1000, delay=10 * LATE))
     for parameter in pair.stored:
         value, parameter.grad = parameter.grad, None
-        parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
+        parameter.grad = zinf_fx.StoredTensor.of(new_storages([parameter.stored], "nvme")[0], parameter.shape, "cpu")
         parameter.grad.copy_(value.full_tensor())
     ctrl_c = threading.Timer(LATE, signal.raise_signal, (signal.SIGINT,))
     with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
 from zinf_fx.optim import layouts
 from zinf_fx.runtime.gradients.accumulate import accumulate
+from zinf_fx.runtime.tensor.storage import new_storages
 
 FUSED = {"fused": True}
 # The class's name, its options, and those that the plain class needs besides for the same arithmetic.
@@ -335,7 +336,9 @@ def test_buffers_are_bounded_and_given_back(twins, delay):
     arena.allocate = lambda nbytes: (allocated.append(arena.in_use), allocate(nbytes))[1]
     for _ in range(2):
         for parameter in pair.stored:
-            parameter.grad = zinf_fx.StoredTensor.of(parameter.stored.like("nvme"), parameter.shape, "cpu")
+            parameter.grad = zinf_fx.StoredTensor.of(
+                new_storages([parameter.stored], "nvme")[0], parameter.shape, "cpu"
+            )
             parameter.grad.zero_()
         pair.stored[0].stored.tiers.drain()
         allocated.clear()

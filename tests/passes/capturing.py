@@ -22,7 +22,10 @@ from zinf_fx.frontend.capture import Capture
 from zinf_fx.passes import pipeline
 from zinf_fx.passes.ir.framework import GraphContext, Pass
 from zinf_fx.passes.lowering.compute_regions import FormRegions
-from zinf_fx.runtime.tensor.storage import AbstractStorage
+from zinf_fx.plan.sharding import Shards
+from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
 
@@ -173,7 +176,9 @@ def _take_bytes_away(model: nn.Module, config: Config) -> None:
             if parameter is None:
                 continue
             if parameter not in twins:
-                storage = AbstractStorage(config.placement.parameters, config, parameter.numel(), parameter.dtype)
+                share = Share(Shards.of(parameter.numel(), 1, config.on_nvme))
+                nowhere = Allocation.unreserved(config.placement.parameters, [parameter.numel()], parameter.dtype)
+                storage = TensorStorage(config, share, nowhere)
                 twin = StoredTensor.of(storage, parameter.shape, parameter.device, parameter.requires_grad)
                 twins[parameter] = as_parameter(twin)
             module._parameters[name] = twins[parameter]

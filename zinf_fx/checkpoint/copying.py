@@ -136,7 +136,7 @@ class LocalShard:
     @property
     def tiers(self) -> Tiers | None:
         """The tiers of a stored tensor."""
-        return self.tensor.stored.usable_tiers() if isinstance(self.tensor, StoredTensor) else None
+        return self.tensor.stored.tiers if isinstance(self.tensor, StoredTensor) else None
 
     @property
     def allocation(self) -> Allocation | None:
@@ -170,7 +170,7 @@ class LocalShard:
     def byte_range(self, elements: range) -> range:
         """Return which bytes of their allocation consecutive elements of a stored tensor are."""
         storage, itemsize = self.stored, self.dtype.itemsize
-        first = (storage.bytes.first + storage.share.position(elements.start)) * itemsize
+        first = (storage.bytes.elements.start + storage.share.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
     def page_range(self, elements: range) -> range | None:
@@ -203,7 +203,7 @@ class LocalShard:
         """Give memory for consecutive elements, all of which the block sets. They are sent to where the tensor lives
         then; few others are on their way to the store."""
         if isinstance(self.tensor, StoredTensor):
-            self.stored.usable_tiers().limit_writes(PIECE)
+            self.stored.tiers.limit_writes(PIECE)
             window = open_window(self.tensor.stored, CPU, elements.start, len(elements), load=False)
             try:
                 yield window.wait()
@@ -543,7 +543,7 @@ def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
 
 def _in_order(shard: StoredBytes) -> Iterator[torch.Tensor]:
     """Give all elements, in order: the next piece is on its way while one is looked at."""
-    itemsize = shard.dtype.itemsize
+    itemsize = shard.allocation.dtype.itemsize
     parts = pieces_of(range(shard.count), itemsize)
     transfers = (Transfer(len(part) * itemsize, partial(shard.window, part.start, len(part)), None) for part in parts)
     with closing(read_ahead(transfers, 2 * PIECE)) as reads:
@@ -580,15 +580,15 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
         storage.set(value)
         return
     shard, elements = storage.settled(), storage.share.cut(value).reshape(-1)
-    for part in pieces_of(range(shard.count), shard.dtype.itemsize):
+    for part in pieces_of(range(shard.count), storage.dtype.itemsize):
         window = shard.window(part.start, len(part), load=False)
         try:
-            copy = shard.device.download(elements[part.start : part.stop], window.wait())
+            copy = storage.device.download(elements[part.start : part.stop], window.wait())
         except BaseException:
             window.close()
             raise
         window.store(after=copy)
-        shard.tiers.limit_writes(_IN_FLIGHT)
+        storage.tiers.limit_writes(_IN_FLIGHT)
         if after_piece is not None:
             after_piece()
     storage.share.stale = False

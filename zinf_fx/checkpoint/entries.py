@@ -31,6 +31,7 @@ from zinf_fx.runtime.gradients.accumulate import new_gradient
 from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.tensor.local_parameter import local_part, made_of, stored_in, stored_parameter
 from zinf_fx.runtime.tensor.quantised import Quantised
+from zinf_fx.runtime.tensor.storage import new_scales, new_states
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 _SHOWN = 6
@@ -282,7 +283,7 @@ def _words(how: list[str] | None) -> str:
 
 def is_read_only(tensor: torch.Tensor) -> bool:
     """Whether a tensor is read in place from files of somebody else."""
-    return isinstance(tensor, StoredTensor) and tensor.stored.is_read_only
+    return isinstance(tensor, StoredTensor) and tensor.stored.bytes.allocation.is_read_only
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
@@ -441,7 +442,10 @@ def _is_in_another_form(space: object, saved: SavedTensor) -> bool:
 def _in_form(parameter: StoredTensor, saved: SavedTensor, kind: Companion | None) -> StoredTensor:
     """Return a tensor without values yet, for a saved state of a parameter or for its companion of a kind."""
     storage = parameter.stored
-    space = storage.for_state(saved.dtype) if kind is None else storage.for_companion(kind.dtype, kind.elements)
+    if kind is None:
+        (space,) = new_states([storage], saved.dtype)
+    else:
+        (space,) = new_scales([storage], kind.dtype, kind.elements)
     return StoredTensor.of(space, parameter.shape if kind is None else saved.shape, parameter.device)
 
 
@@ -452,7 +456,7 @@ def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if stored is None:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-    return stored.shown(StoredTensor.of(stored.stored.for_state(saved.dtype), stored.shape, stored.device))
+    return stored.shown(StoredTensor.of(new_states([stored.stored], saved.dtype)[0], stored.shape, stored.device))
 
 
 class GradientsEntry:

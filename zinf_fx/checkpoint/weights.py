@@ -76,7 +76,7 @@ def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> TypeGuard[Sto
         return False
     storage = tensor.stored
     is_whole = not tensor.views and tensor.parameter is tensor and not storage.share.part_of
-    changes = not tensor.requires_grad and tensor.grad is None and not storage.is_read_only
+    changes = not tensor.requires_grad and tensor.grad is None and not storage.bytes.allocation.is_read_only
     return is_whole and changes and storage.config.frozen_dtype is None
 
 

@@ -60,7 +60,7 @@ class Agreement:
     def check_together(self, inputs: Sequence[GraphInput]) -> None:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
         for graph_input in () if self.alone else inputs:
-            if graph_input.is_stored and graph_input.taken.stored.tiers is not None:
+            if graph_input.is_stored and graph_input.taken.stored.bytes.allocation.is_reserved:
                 divided_over = graph_input.taken.stored.share.ranks.size
                 if divided_over != self._ranks.size:
                     raise RanksError(

@@ -25,6 +25,7 @@ from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -134,7 +135,7 @@ def _twins(
                 twins[id(parameter)] = _packed(name, parameter, place, configs[name], owners, opened)
             else:
                 twins[id(parameter)] = _twin(name, parameter, place, configs[name], files)
-    packed = [twin.stored for twin in twins.values() if not twin.stored.is_read_only]
+    packed = [twin.stored for twin in twins.values() if not twin.stored.bytes.allocation.is_read_only]
     for tiers in {storage.tiers for storage in packed}:
         tiers.drain()
     for storage in packed:
@@ -150,9 +151,8 @@ def _packed(
     shape, dtype = torch.Size(quantised.bytes_shape(parameter.shape)), torch.uint8
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     shards = shards_of(shape, dtype, ranks.shards, config, owners.next(shape.numel()))
-    storage = TensorStorage(
-        tiers, "nvme", config, shape.numel(), dtype, device_of(device), ranks, config.stage == 3, shards
-    )
+    share = Share(shards, ranks, config.stage == 3)
+    storage = TensorStorage(config, share, Allocation(tiers, "nvme", [share.held], dtype, device_of(device)))
     storage.label = f"parameter '{name}'"
     twin = as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
     fill(twin, files, published)
@@ -172,22 +172,21 @@ def _twin(
     numel, dtype = place.kind.numel, place.kind.dtype
     shards = shards_of(place.shape, dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    first, count, held = 0, numel, numel
-    if partitioned and ranks.shards > 1:
+    share = Share(shards, ranks, partitioned)
+    first, count = 0, numel
+    if share.partitioned:
         if len(shards.segments) != 1 or config.partition == "owner":
             raise ConfigError(
                 f"parameter '{name}' would be one rank's alone, or have several parts on each, and one part of it can "
                 "be read in place: give tile=None and partition='shards'"
             )
         own = shards.segments[0].of_rank(ranks.shard)
-        first, count, held = own.start, len(own), shards.held_by(ranks.shard)
+        first, count = own.start, len(own)
     if place.path not in files:
         files[place.path] = tiers.store.open_read_only(place.path)
     extent = FileExtent(files[place.path], place.offset + first * dtype.itemsize, count * dtype.itemsize)
-    allocation = Allocation(tiers, "nvme", [held], dtype, device_of(device), extent)
-    storage = TensorStorage(
-        tiers, "nvme", config, numel, dtype, device_of(device), ranks, partitioned, shards, (allocation, 0)
-    )
+    allocation = Allocation(tiers, "nvme", [share.held], dtype, device_of(device), extent)
+    storage = TensorStorage(config, share, allocation)
     storage.share.agreed = True
     storage.label = f"parameter '{name}'"
     return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=place.quantised))

@@ -328,8 +328,9 @@ class Capture:
         if plan is None:
             return
         storages = [tensor.stored for tensor in arguments if isinstance(tensor, StoredTensor)]
+        storages = [storage for storage in storages if storage.bytes.allocation.is_reserved]
         with RUNNING.turn():
-            for tiers in {storage.tiers for storage in storages} - {None}:
+            for tiers in {storage.tiers for storage in storages}:
                 devices = {s.device for s in storages if s.tiers is tiers and not s.device.in_host_memory}
                 EXECUTOR.tiles.drop_staying()  # what stays would keep regions that are about to be replaced
                 tiers.plan(plan.regions, peak_host_bytes(plan), devices)

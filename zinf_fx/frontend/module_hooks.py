@@ -193,7 +193,9 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
         storage = before[name].stored
         if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
             continue
-        if storage.tiers is None or storage.share.part_of:  # made for planning only, or divided by tensor parallelism
+        if (
+            not storage.bytes.allocation.is_reserved or storage.share.part_of
+        ):  # a plan's, or divided by tensor parallelism
             continue
         if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
             together.setdefault(storage.config, {})[name] = parameter

@@ -95,7 +95,7 @@ def _move(storages: Sequence[TensorStorage]) -> None:
     """Move the bytes of storages of one kind, which nobody uses, to one allocation."""
     first = storages[0]
     counts = [storage.share.held for storage in storages]
-    allocation = Allocation(first.usable_tiers(), first.tier, counts, first.dtype, first.device)
+    allocation = Allocation(first.tiers, first.tier, counts, first.dtype, first.device)
     moved = [StoredBytes(allocation, range(n, n + 1), (storage.token,)) for n, storage in enumerate(storages)]
     for storage, there in zip(storages, moved, strict=True):
         window = storage.settled().window().read_only()

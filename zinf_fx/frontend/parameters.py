@@ -17,9 +17,11 @@ from zinf_fx.compat import bitsandbytes
 from zinf_fx.config import Config, FrozenDtype, StoreOptions
 from zinf_fx.errors import ConfigError, StoredTensorError
 from zinf_fx.placement import Placement, PlacementRules, in_common
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.quantisation import can_be_quantised
 from zinf_fx.runtime.memory.device import check_device
 from zinf_fx.runtime.ranks import Ranks
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import (
     LocalParameter,
     distributed_as,
@@ -28,7 +30,8 @@ from zinf_fx.runtime.tensor.local_parameter import (
     stored_parameter,
 )
 from zinf_fx.runtime.tensor.quantised import Form
-from zinf_fx.runtime.tensor.storage import AbstractStorage
+from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, carried, carry
 from zinf_fx.runtime.tensor.tensor_parallel import check_distributed
 from zinf_fx.sizes import in_words
@@ -318,7 +321,8 @@ def abstract_parameter(
     else:
         form = form_of(parameter, config, tables)
         form = form if form.quantised is not None else Form.of(part)
-    storage = AbstractStorage(tier, config, form.numel, form.dtype)
+    share = Share(Shards.of(form.numel, 1, config.on_nvme))
+    storage = TensorStorage(config, share, Allocation.unreserved(tier, [form.numel], form.dtype))
     storage.stands_for = None if stored is None else stored.stored
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device, quantised=form.quantised)

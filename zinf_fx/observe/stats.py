@@ -95,7 +95,7 @@ def stats(model: torch.nn.Module) -> Stats:
     check_model(model, "stats")
     model = getattr(model, "_orig_mod", model)
     stored = [stored for parameter in model.parameters() for stored in stored_in(parameter)]
-    all_tiers = dict.fromkeys(p.stored.tiers for p in stored if p.stored.tiers is not None)
+    all_tiers = dict.fromkeys(p.stored.tiers for p in stored if p.stored.bytes.allocation.is_reserved)
     stores = [tiers.store_in_use for tiers in all_tiers if tiers.store_in_use is not None]
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
     counters = [tiers.counters for tiers in all_tiers]

@@ -87,7 +87,7 @@ def update_in_chunks(
 
     Raises: StoreError; some elements are updated then, and others not.
     """
-    tiers = list({id(tiers): tiers for tiers in (tensor.stored.usable_tiers() for tensor in tensors)}.values())
+    tiers = list({id(tiers): tiers for tiers in (tensor.stored.tiers for tensor in tensors)}.values())
     moved = (t.dtype.itemsize for t in tensors if not t.stored.bytes.in_host_memory)
     bytes_per_element = max(moved, default=0)
     elements = chunk_elements(min(tensor.stored.config.chunk for tensor in tensors), bytes_per_element, tiers)

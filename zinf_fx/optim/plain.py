@@ -34,6 +34,7 @@ from zinf_fx.optim.states import check_reduced
 from zinf_fx.optim.streamed import Streamed
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 from zinf_fx.runtime.tensor.operations import handle
+from zinf_fx.runtime.tensor.storage import new_states
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 aten = torch.ops.aten
@@ -227,7 +228,7 @@ def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any])
     source, *value = args
     if source.views or any(v is not None for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")):
         return NotImplemented
-    result = StoredTensor.of(source.stored.for_state(), source.shape, source.device)
+    result = StoredTensor.of(new_states([source.stored])[0], source.shape, source.device)
     if operation is not aten.empty_like.default:
         fill(result, value[0] if value else 0)
     return result

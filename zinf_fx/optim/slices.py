@@ -187,7 +187,7 @@ class StoredRow:
         several = [storage.bytes for storage in storages]
         self._held = several[0] if len(several) == 1 else side_by_side(several)
         firsts = [
-            storage.bytes.first - self._held.first + storage.share.position(some.start)
+            storage.bytes.elements.start - self._held.elements.start + storage.share.position(some.start)
             for storage, some in zip(storages, elements, strict=True)
         ]
         self._is_leased = all(storage.lease is not None for storage in storages)
@@ -202,17 +202,17 @@ class StoredRow:
     @property
     def holds_no_memory(self) -> bool:
         """Whether it is all the same to the memories how long this is there: buffers of gradients are used again."""
-        return self._is_leased and (self._held.tier == "nvme" or self._held.allocation.is_reused)
+        return self._is_leased and (self._held.allocation.tier == "nvme" or self._held.allocation.is_reused)
 
     def open(self, place: Device, load: bool) -> Window | DeviceWindow:
         """Open a window with all of them, where `place` computes, once nothing else is about to change them."""
-        settle(self._held.tiers, self._keys, self._shares)
+        settle(self._held.allocation.tiers, self._keys, self._shares)
         window = self._held.window if place.in_host_memory else self._held.device_window
         return window(self._start, self._count, load=load)
 
     def of(self, window: AnyWindow) -> Elements:
         """The elements of each member, 1-D, once they are there."""
-        return self._cut.of(window.wait(), self._held.tiers.host)
+        return self._cut.of(window.wait(), self._held.allocation.tiers.host)
 
 
 class GatheredRow:

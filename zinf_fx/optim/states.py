@@ -24,11 +24,13 @@ from zinf_fx.optim.formats import (
     part_of,
 )
 from zinf_fx.optim.layouts import StateLayout, check_room
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import local_part
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.storage import TensorStorage, new_scales, new_states
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 log = logging.getLogger("zinf_fx")
@@ -400,12 +402,13 @@ class ParameterStates:
         kind = kind_of(name, self.tensors)
         if kind is not None:
             shape = kind.shape(parameter.shape)
-            mine = space if space is not None else storage.for_companion(kind.dtype, kind.elements)
+            mine = space if space is not None else new_scales([storage], kind.dtype, kind.elements)[0]
         elif shape is None or shape == parameter.shape:
-            mine = space if space is not None and space.dtype == dtype else storage.for_state(dtype)
+            mine = space if space is not None and space.dtype == dtype else new_states([storage], dtype)[0]
         else:  # of many ranks, all have the same
-            how = (storage.placement.optimizer, storage.config, shape.numel(), dtype, storage.device)
-            mine = TensorStorage(storage.usable_tiers(), *how)
+            tier, count = storage.placement.optimizer, shape.numel()
+            share = Share(Shards.of(count, 1, storage.placement.on_nvme))
+            mine = TensorStorage(storage.config, share, Allocation(storage.tiers, tier, [count], dtype, storage.device))
         self._keep(name, StoredTensor.of(mine, shape or parameter.shape, parameter.device))
 
     def _keep(self, name: str, tensor: StoredTensor | None) -> None:
@@ -479,9 +482,9 @@ class KeptStates:
         names = {**layout.of_master(first.dtype, dtype), **layout.tensors}
         kinds = {name: kind_of(name, names) for name in names}
         rows = {
-            name: TensorStorage.states_side_by_side(storages, kept_in)
+            name: new_states(storages, kept_in)
             if (kind := kinds[name]) is None
-            else TensorStorage.companions_side_by_side(storages, kind.dtype, kind.elements)
+            else new_scales(storages, kind.dtype, kind.elements)
             for name, kept_in in names.items()
         }
         for number, (parameter, _) in enumerate(together):

@@ -28,9 +28,11 @@ from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
 from zinf_fx.runtime.tensor.pending_gradient import GradientConsumer
-from zinf_fx.runtime.tensor.storage import AbstractStorage
+from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # Of gradients that wait in memory for their update, as far as one is not larger.
@@ -82,8 +84,11 @@ def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
     """What stands for a consumed gradient: any access to its values raises."""
     storage = parameter.stored
     why = _GONE.format(tuple(parameter.shape))
-    nothing = AbstractStorage(storage.placement.gradients, storage.config, storage.numel, gradient.dtype, why)
-    return StoredTensor.of(nothing, parameter.shape, parameter.device)
+    tier, count = storage.placement.gradients, storage.numel
+    nothing = Allocation.unreserved(tier, [count], gradient.dtype, why=why)
+    return StoredTensor.of(
+        TensorStorage(storage.config, Share(storage.share.shards), nothing), parameter.shape, parameter.device
+    )
 
 
 Fitted = Callable[[State, Group, StoredTensor], State]

@@ -130,7 +130,7 @@ def test_a_buffer_goes_with_its_parameters(tmp_path: Path) -> None:
     model = layers(tmp_path, HOST, 3)
     gradients = stored_gradients(list(model.parameters()), torch.float32)
     buffer = weakref.ref(gradients[0].lease.buffer)
-    gone = gradients[0].stored.bytes.tiers.host
+    gone = gradients[0].stored.tiers.host
     used = gone.in_use
     del model
     gc.collect()

@@ -118,13 +118,13 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
 def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.stored.bytes
-    allocated = held.tiers.host.in_use
+    allocated = held.allocation.tiers.host.in_use
     window = held.prefetch(0, held.count)
     assert held.prefetch(0, held.count) is None, "it is there"
     new = held.device_window(load=False)
     assert new is not window and window.is_over
     new.close()
-    assert held.tiers.host.in_use == allocated
+    assert held.allocation.tiers.host.in_use == allocated
 
 
 def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
 def test_where_the_planned_place_is_taken_nothing_is_prefetch(tmp_path: Path) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.stored.bytes
-    held.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
-    other = held.tiers.allocate(held.nbytes, 0)
+    held.allocation.tiers.plan(MemoryRegions(host=1 << 20, chunks=0, chunk_elements=PAGE), 1 << 20)
+    other = held.allocation.tiers.allocate(held.nbytes, 0)
     assert held.prefetch(0, held.count, 0) is None
     other.release()
     assert held.prefetch(0, held.count, 0) is not None

@@ -14,8 +14,11 @@ from runtime.streams import Stream
 
 from zinf_fx.config import Config
 from zinf_fx.plan.schedule import MemoryRegions, Tile
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.execute.tiles import WholeTile
 from zinf_fx.runtime.memory.device import CPU, Cuda, device_of
+from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -42,7 +45,11 @@ class Tiles:
         self.tiers = Tiers(config)
         self.device = Cuda(torch.device("cpu"), cuda)
         self.tiers.plan(MemoryRegions(device=2 * NBYTES), 0, [self.device])
-        self.storage = TensorStorage(self.tiers, tier, config, count * COUNT, torch.float32, self.device)
+        self.storage = TensorStorage(
+            config,
+            Share(Shards.of(count * COUNT, 1, True)),
+            Allocation(self.tiers, tier, [count * COUNT], torch.float32, self.device),
+        )
         window = self.storage.settled().window(load=False)
         window.wait().copy_(torch.arange(1.0, count + 1).repeat_interleave(COUNT))
         window.store()

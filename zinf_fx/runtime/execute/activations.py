@@ -9,8 +9,11 @@ import torch
 
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Tile
+from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import ALONE, Ranks
+from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -58,9 +61,9 @@ class ActivationSlots:
     def _storage(self, index: int, tile: Tile, tiers: Tiers) -> TensorStorage:
         device = device_of(self._devices[index])
         ranks = self._ranks if tile.partitioned else ALONE
-        return TensorStorage(
-            tiers, tile.tier, self._config, tile.shape[0], tile.dtype, device, ranks, partitioned=tile.partitioned
-        )
+        shards = Shards.of(tile.shape[0], ranks.shards, self._config.own_placement.on_nvme)
+        share = Share(shards, ranks, tile.partitioned)
+        return TensorStorage(self._config, share, Allocation(tiers, tile.tier, [share.held], tile.dtype, device))
 
 
 class _Key(bytearray):

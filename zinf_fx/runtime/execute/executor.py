@@ -176,7 +176,9 @@ class Program(Stage):
         with_plain_gradients = () if followed else (t for t, s in in_place.items() if s.has_plain_gradient)
         plain = frozenset(tile for tile in with_plain_gradients if self.schedule.tiles[tile].rows is None)
         left_alone = plain.intersection(self._left_alone)
-        kept = frozenset(tile for tile in left_alone if parameters[tile].placement.gradients == "device")
+        kept = frozenset(
+            tile for tile in left_alone if parameters[tile].first.config.own_placement.gradients == "device"
+        )
         self._here = Here(frozenset(in_place), plain, kept, followed, searches_for_nan)
         if self._here not in self._bound:
             self._bound[self._here] = bind(*self._graph, self._here, self._left_alone, self._regions)

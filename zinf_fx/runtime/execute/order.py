@@ -122,7 +122,7 @@ class CollectiveOrder:
     def _take_over(self, ranks: Ranks, storages: Sequence[StoredTile]) -> None:
         """Give every rank the first one's elements of the replicas that all ranks use in this graph and that eager code
         wrote to on any of them."""
-        replicas = {name: member for name, member in self._replicas(storages) if member.ranks is ranks}
+        replicas = {name: member for name, member in self._replicas(storages) if member.share.ranks is ranks}
         written = [name for name, member in replicas.items() if not member.share.agreed]
         by_rank = ranks.of_all((list(replicas), written), "what eager code wrote to")
         for name in dict.fromkeys(name for _, names in by_rank for name in names):

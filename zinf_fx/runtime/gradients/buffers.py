@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zinf_fx.runtime.memory.arena import CachedViews
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import new_gradients, new_storages
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -67,7 +67,7 @@ class GradientBuffer:
     def __init__(self, parameters: Sequence[StoredTensor], dtype: torch.dtype | None = None) -> None:
         """Raises: StoreError when there is no room."""
         storages = [parameter.stored for parameter in parameters]
-        self._storages = TensorStorage.gradients_side_by_side(storages, dtype)
+        self._storages = new_gradients(storages, dtype)
         first = self._storages[0]
         self.dtype, self._allocation = first.dtype, first.bytes.allocation
         self._keys = tuple(storage.key for storage in storages)
@@ -116,7 +116,7 @@ class GradientBuffer:
         if members not in self._runs:
             storages = self._storages[members.start : members.stop]
             held = [storage.bytes for storage in storages]
-            starts = [place.first - held[0].first for place in held]
+            starts = [place.elements.start - held[0].elements.start for place in held]
             parts = [slice(start, start + place.count) for start, place in zip(starts, held, strict=True)]
             shapes = [
                 (storage.share.held,) if storage.share.partitioned else tuple(self._places[member][0])
@@ -171,7 +171,7 @@ def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> 
 
 def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     """A gradient of this rank alone, without values yet: whole, whatever ZeRO's stage is."""
-    storage = parameter.stored.like(parameter.stored.placement.gradients, dtype)
+    (storage,) = new_storages([parameter.stored], parameter.stored.placement.gradients, dtype)
     storage.share.unreduced = parameter.stored.share.ranks.size > 1
     return StoredTensor.of(storage, parameter.shape, parameter.device)
 

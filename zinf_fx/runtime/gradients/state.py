@@ -10,7 +10,7 @@ import torch
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.gradients.reduction import synchronises
-from zinf_fx.runtime.tensor.storage import AbstractStorage, TensorStorage
+from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
@@ -42,7 +42,7 @@ def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None
         return GradientState.NONE
     if isinstance(gradient, StoredTensor):
         stored = gradient.stored
-        if isinstance(stored, AbstractStorage):
+        if not stored.bytes.allocation.is_reserved:
             return GradientState.CONSUMED
         return GradientState.LOCAL if stored.share.unreduced else GradientState.STORED
     if gradient.requires_grad:

@@ -12,18 +12,20 @@ from typing import NamedTuple, Protocol, assert_never
 import torch
 
 from zinf_fx.config import Tier
-from zinf_fx.errors import StoreError
+from zinf_fx.errors import StoredTensorError, StoreError
 from zinf_fx.plan.intervals import overlap
 from zinf_fx.plan.packs import starts_of
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
 from zinf_fx.runtime.disk.read_only import FileExtent
 from zinf_fx.runtime.finalizers import finalize
 from zinf_fx.runtime.memory.arena import Arena, Buffer
-from zinf_fx.runtime.memory.device import Device
+from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.transfers import Ticket, all_started, joined
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.runtime.tensor.write_queue import DelayedWrite
 from zinf_fx.sizes import PAGE
+
+_FOR_PLANNING = "this tensor was made for planning only and has no values: offload a real model to run it"
 
 Under = list[tuple[range, Ticket]]
 """Transfers under way, and the elements that they are about."""
@@ -82,6 +84,7 @@ class Allocation:
     live side by side, and move in one transfer, is seen from their numbers: they are a run of members of one group.
 
     Attributes:
+        tier, device, dtype: those of all members; `device` is what computes with them.
         counts, starts: how many elements each member has, and where it begins.
         count: of all elements, with what lies between members.
         in_store: the bytes on disk; None on other tiers.
@@ -105,20 +108,9 @@ class Allocation:
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
-        self.tiers, self.tier, self.device = tiers, tier, device
-        self.counts, self.dtype = tuple(counts), dtype
-        self.starts = starts_of(self.counts, dtype)[:-1]
-        self.count = count = self.starts[-1] + self.counts[-1]
-        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        self.version = 0
-        self.is_reused = False
-        self._is_sealed = False
-        self.reads: Under = []
-        self._writes: list[Change] = []
-        self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
-        self.in_store: CopyOnWrite | FileExtent | None = None
-        self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
-        self._on_device: torch.Tensor | None = None  # the elements, where the device can
+        tiers.check_process()
+        self._describe(tier, counts, dtype, device)
+        self._tiers, count = tiers, self.count
         if not device.in_host_memory:
             tiers.host.serve(device)
         if tier == "nvme":
@@ -137,6 +129,46 @@ class Allocation:
             assert_never(tier)
         if device.in_host_memory:
             self._in_host = self._on_device = self._in_host if tier == "host" else self._on_device
+
+    def _describe(self, tier: Tier, counts: Sequence[int], dtype: torch.dtype, device: Device) -> None:
+        self.tier: Tier = tier
+        self.device, self.dtype, self.counts = device, dtype, tuple(counts)
+        self.starts = starts_of(self.counts, dtype)[:-1]
+        self.count = self.starts[-1] + self.counts[-1]
+        self._tiers: Tiers | None = None
+        self._why = ""
+        self.version = 0
+        self.is_reused = False
+        self.reads: Under = []
+        self.in_store: CopyOnWrite | FileExtent | None = None
+        self._is_sealed = False
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._writes: list[Change] = []
+        self._order = threading.RLock()  # while a transfer finds out what it is to follow, until others see it
+        self._in_host: torch.Tensor | None = None  # the elements, where the CPU can work on them
+        self._on_device: torch.Tensor | None = None  # the elements, where the device can
+
+    @classmethod
+    def unreserved(
+        cls, tier: Tier, counts: Sequence[int], dtype: torch.dtype, device: Device = CPU, *, why: str = _FOR_PLANNING
+    ) -> Allocation:
+        """An allocation that reserves nothing, for planning. An access to its elements raises `why`."""
+        allocation = cls.__new__(cls)
+        allocation._describe(tier, counts, dtype, device)
+        allocation._why = why
+        return allocation
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether there are elements; else an access to them raises."""
+        return self._tiers is not None
+
+    @property
+    def tiers(self) -> Tiers:
+        """The memories and the store that it is in. Raises: StoredTensorError where nothing is reserved."""
+        if self._tiers is None:
+            raise StoredTensorError(self._why)
+        return self._tiers
 
     @property
     def is_read_only(self) -> bool:

@@ -22,7 +22,7 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.host import mapped_empty
 from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.operations import Operand
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.storage import TensorStorage, new_storages
 from zinf_fx.sizes import PIECE, pieces_of
 
 if TYPE_CHECKING:  # it takes long to import, and only programs that have done so call what is here
@@ -223,8 +223,8 @@ class StoredBox(UnreadBox):
         """The elements of a part, which go to the store at the end of the block."""
         storage, elements = self._stored, self._whole.hull(part)
         held = storage.settled()
-        held.tiers.limit_writes(PIECE)
-        with held.tiers.stepping():
+        storage.tiers.limit_writes(PIECE)
+        with storage.tiers.stepping():
             start = storage.share.position(elements.start)
             window = held.window(start, len(elements), load=part.numel < len(elements))
         try:
@@ -242,7 +242,7 @@ class StoredBox(UnreadBox):
 
 def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
     """A copy on NVMe of what this rank is to save of a stored tensor; nothing is gathered. Raises: StoreError."""
-    copied, whole = storage.like("nvme", partitioned=True), Box.whole(shape)
+    copied, whole = new_storages([storage], "nvme", partitioned=True)[0], Box.whole(shape)
     for box in (box for own in storage.share.own for box in whole.boxes_of(own)):
         for part in _parts_of(box, whole, _nbytes(storage) // storage.dtype.itemsize):
             StoredBox(copied, whole, part).write(StoredBox(storage, whole, part).value())
@@ -251,7 +251,7 @@ def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
 
 def _nbytes(storage: TensorStorage) -> int:
     """How much of a tensor is in memory at a time: no more than of the optimizer's chunks."""
-    planned = storage.usable_tiers().chunk_elements
+    planned = storage.tiers.chunk_elements
     nbytes = min(PIECE, storage.config.chunk)
     return nbytes if planned is None else min(nbytes, planned * storage.dtype.itemsize)
 

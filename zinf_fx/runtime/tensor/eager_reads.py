@@ -35,7 +35,9 @@ _TOLD: weakref.WeakSet[Tiers] = weakref.WeakSet()
 
 def note_eager_read(operation: Any, storage: TensorStorage) -> None:
     """An operation of eager code is about to gather a stored tensor."""
-    if operation not in _OF_LAYERS or storage.in_place or storage.tiers is None or storage.tiers in _TOLD:
+    if operation not in _OF_LAYERS or storage.in_place or not storage.bytes.allocation.is_reserved:
+        return
+    if storage.tiers in _TOLD:
         return
     _READ[storage] = times = _READ.get(storage, 0) + 1
     if times < _OFTEN:

@@ -34,21 +34,17 @@ class Share:
         wrapper: of a model with this parameter, whose `no_sync` holds for it too.
     """
 
-    def __init__(
-        self, numel: int, ranks: Ranks = ALONE, partitioned: bool = False, shards: Shards | None = None
-    ) -> None:
-        """Of a tensor with `numel` elements. `shards`: default in one segment."""
-        self.ranks = ranks
-        self.shards = shards or Shards.of(numel, ranks.shards, False)
+    def __init__(self, shards: Shards, ranks: Ranks = ALONE, partitioned: bool = False) -> None:
+        """This rank's part in the elements of a tensor that `shards` divides over the ranks of a group."""
+        self.ranks, self.shards = ranks, shards
         self.partitioned = partitioned and ranks.shards > 1
-        self.held = self.shards.held_by(ranks.shard) if self.partitioned else numel
+        self.held = shards.held_by(ranks.shard) if self.partitioned else shards.numel
         self.stale = False
         self.refreshing: Refresh | None = None
         self.agreed = True
         self.unreduced = False
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self._numel = numel
 
     @property
     def own(self) -> tuple[range, ...]:
@@ -77,7 +73,7 @@ class Share:
     @property
     def current(self) -> tuple[range, ...]:
         """The elements of the tensor that are here, in their present version."""
-        return self.own if self.in_shares else (range(self._numel),)
+        return self.own if self.in_shares else (range(self.shards.numel),)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
         """Of a value of the whole tensor, what this rank holds: flat, and padded."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,11 +19,9 @@ from zinf_fx.compat.huggingface_hub import token_with_size
 from zinf_fx.config import Config, Placement, Tier
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.interrupts import held_back
-from zinf_fx.plan.sharding import Shards
-from zinf_fx.runtime.memory.device import CPU, Device
+from zinf_fx.runtime.memory.device import Device
 from zinf_fx.runtime.memory.host import aligned_empty, memory_of_file, octets
 from zinf_fx.runtime.memory.process import pass_through
-from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.pending_gradient import PendingGradient
@@ -36,8 +34,6 @@ SPILLED_FROM = 1 << 20
 """Bytes of a value that is worth a file of its own."""
 
 _keys = itertools.count(1)
-
-_FOR_PLANNING = "this tensor was made for planning only and has no values: offload a real model to run it"
 
 
 def new_key() -> int:
@@ -66,12 +62,12 @@ class TensorStorage:
     is about to change them.
 
     Attributes:
-        bytes: those that this rank holds; something in the background may be about to change them.
+        bytes: those that this rank holds; something in the background may be about to change them. Their allocation
+            says on which tier and device they are, and of which dtype.
         key: the value of `token`, the tiny tensor that stands for the bytes in graphs. The token's version counter
             counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and
             backward.
         config: that of the model the tensor belongs to, with the placement decided.
-        device: what the model computes on.
         share: what this rank has of the elements.
         gradient: what is known of that of a parameter.
         label: what users know the tensor by.
@@ -79,57 +75,29 @@ class TensorStorage:
         stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
 
+    key = 0
     lease: weakref.ref[object] | None = None
     stands_for: TensorStorage | None = None
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        tier: Tier,
-        config: Config,
-        numel: int,
-        dtype: torch.dtype,
-        device: Device = CPU,
-        ranks: Ranks = ALONE,
-        partitioned: bool = False,
-        shards: Shards | None = None,
-        at: tuple[Allocation, int] | None = None,
-    ) -> None:
-        """Reserve space on `tier`; for one shard, if `partitioned` over `ranks`. `shards`: how; default in one segment.
-        `at`: as which member of an allocation that is there already.
-
-        Raises: StoreError when there is not enough, before anything else is changed.
-        """
-        shards = shards or Shards.of(numel, ranks.shards, config.own_placement.on_nvme)
-        self._identify(tier, config, numel, dtype, device, Share(numel, ranks, partitioned, shards))
-        self.tiers = tiers
-        allocation, member = at or (Allocation(tiers, tier, [self.share.held], dtype, device), 0)
-        self.bytes = StoredBytes(allocation, range(member, member + 1), (self.token,))
-
-    def _identify(
-        self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, device: Device, share: Share
-    ) -> None:
-        self.tier: Tier = tier
-        self.config, self.numel, self.dtype, self.device = config, numel, dtype, device
-        self.share = share
+    def __init__(self, config: Config, share: Share, allocation: Allocation, member: int = 0) -> None:
+        """The storage whose bytes are a member of an allocation, which has room for what this rank holds."""
+        self.config, self.share = config, share
         self.gradient: PendingGradient[Any] = PendingGradient()
         self.label: str | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self._parts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self._take_key()
+        self.bytes = StoredBytes(allocation, range(member, member + 1), ())
+        self.renew_key()
 
-    def _take_key(self) -> None:
+    def renew_key(self) -> None:
+        """Go under a key that no storage had, with a token of its own: an old one stands for nothing."""
+        self._by_key.pop(self.key, None)
         self.key = new_key()
         self.token = token_with_size(self.key, self.numel * self.dtype.itemsize)
         vars(self.token)["owner"] = weakref.ref(self)
         self._by_key[self.key] = self
-
-    def renew_key(self) -> None:
-        """Go under a key that no storage had, with a token of its own: the old ones stand for nothing."""
-        del self._by_key[self.key]
-        self._take_key()
         self.bytes.tokens = (self.token,)
 
     @classmethod
@@ -151,29 +119,39 @@ class TensorStorage:
 
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
-        settle(self.bytes.tiers, (self.key,), (self.share,))
+        settle(self.tiers, (self.key,), (self.share,))
         return self.bytes
 
-    def usable_tiers(self) -> Tiers:
-        """The tiers. Raises: StoredTensorError when there are no bytes, StoreError in another process."""
-        tiers = self.bytes.tiers
-        tiers.check_process()
-        return tiers
+    @cached_property
+    def tiers(self) -> Tiers:
+        """The memories and the store that the bytes are in, also after they move. Raises: StoredTensorError when there
+        are no bytes."""
+        return self.bytes.allocation.tiers
 
-    @property
-    def ranks(self) -> Ranks:
-        """Those that train the model, this one among them."""
-        return self.share.ranks
+    @cached_property
+    def tier(self) -> Tier:
+        """The tier of the bytes."""
+        return self.bytes.allocation.tier
+
+    @cached_property
+    def device(self) -> Device:
+        """What the model computes on."""
+        return self.bytes.allocation.device
 
     @cached_property
     def placement(self) -> Placement:
         """The tiers of this model's states."""
         return self.config.own_placement
 
-    @property
-    def is_read_only(self) -> bool:
-        """Whether the bytes are in a file of somebody else."""
-        return self.tiers is not None and self.bytes.allocation.is_read_only
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.bytes.allocation.dtype
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return self.share.shards.numel
 
     @property
     def in_place(self) -> bool:
@@ -192,13 +170,8 @@ class TensorStorage:
         """
         here = {"device", "host"} if self.device.in_host_memory else {"device"}
         alone = self.share.ranks.size == 1 and not self.share.part_of
-        return alone and self.in_place and {self.placement.gradients, self.placement.optimizer} <= here
-
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether a gradient that autograd leaves in the parameter's `grad` is where it is to be, and nobody waits for
-        it."""
-        return self.has_plain_gradient and self.placement.gradients == "device" and not self.gradient.followed
+        placement = self.placement
+        return alone and self.in_place and {placement.gradients, placement.optimizer} <= here
 
     def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
@@ -215,44 +188,6 @@ class TensorStorage:
     def name(self) -> str:
         """For errors."""
         return self.label or f"a tensor of {self.numel} elements"
-
-    def for_state(self, dtype: torch.dtype | None = None) -> TensorStorage:
-        """New, uninitialised storage for an optimizer's state; partitioned from ZeRO's stage 1 on."""
-        return self.like(self.placement.optimizer, dtype, self.placement.stage >= 1)
-
-    def for_companion(self, dtype: torch.dtype, elements: int) -> TensorStorage:
-        """New, uninitialised storage for the companion of an optimizer's state, one element of `dtype` for so many of
-        the state, divided as that is: on the device where the states live there, else in host memory."""
-        return TensorStorage.companions_side_by_side([self], dtype, elements)[0]
-
-    @staticmethod
-    def gradients_side_by_side(
-        several: Sequence[TensorStorage], dtype: torch.dtype | None = None
-    ) -> list[TensorStorage]:
-        """New, uninitialised storages for the gradients of parameters of one model, in one allocation; partitioned from
-        ZeRO's stage 2 on."""
-        placement = several[0].placement
-        return _new_group(several, placement.gradients, dtype, placement.stage >= 2)
-
-    @staticmethod
-    def states_side_by_side(several: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
-        """As `for_state`, of parameters of one model, in one allocation."""
-        placement = several[0].placement
-        return _new_group(several, placement.optimizer, dtype, placement.stage >= 1)
-
-    @staticmethod
-    def companions_side_by_side(
-        several: Sequence[TensorStorage], dtype: torch.dtype, elements: int
-    ) -> list[TensorStorage]:
-        """As `for_companion`, of parameters of one model, in one allocation."""
-        placement = several[0].placement
-        tier: Tier = "device" if placement.optimizer == "device" else "host"
-        shards = [one.share.shards.in_blocks(elements) for one in several]
-        return _new_group(several, tier, dtype, placement.stage >= 1, shards)
-
-    def like(self, tier: Tier, dtype: torch.dtype | None = None, partitioned: bool = False) -> TensorStorage:
-        """New, uninitialised storage for a tensor of as many elements."""
-        return _new_group([self], tier, dtype, partitioned)[0]
 
     @held_back
     def value(self) -> torch.Tensor:
@@ -294,20 +229,12 @@ class TensorStorage:
 
     def _moving(self) -> AbstractContextManager[None]:
         """`Tiers.moving`, where windows of the bytes allocate memory."""
-        tiers = self.usable_tiers()
-        return tiers.moving() if self.tier == "nvme" else nullcontext()
+        return self.tiers.moving() if self.tier == "nvme" else nullcontext()
 
     def refreshed(self) -> StoredBytes:
         """The bytes, once they are final, with the shares that other ranks updated among them."""
         held = self.settled()
-        return self.settled() if self.begin_refresh() else held
-
-    def begin_refresh(self) -> list[Refresh]:
-        """If the bytes are stale, start to gather the shares that other ranks updated; what is under way, if anything.
-
-        Whoever looks at the bytes waits for it.
-        """
-        return begin_refresh([self], self.name)
+        return self.settled() if begin_refresh([self], self.name) else held
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -372,29 +299,51 @@ class TensorStorage:
         return self.numel
 
 
-def _new_group(
-    several: Sequence[TensorStorage],
+def new_storages(
+    storages: Sequence[TensorStorage],
     tier: Tier,
-    dtype: torch.dtype | None,
-    partitioned: bool,
-    shards: Sequence[Shards] | None = None,
+    dtype: torch.dtype | None = None,
+    partitioned: bool = False,
+    elements: int = 1,
 ) -> list[TensorStorage]:
-    """New, uninitialised storages in one allocation, for tensors divided by `shards`; default as these are."""
-    first, dtype = several[0], dtype or several[0].dtype
-    tiers, device = first.usable_tiers(), first.device
-    shards = shards or [one.share.shards for one in several]
-    shares = [Share(own.numel, one.share.ranks, partitioned, own) for one, own in zip(several, shards, strict=True)]
-    allocation = Allocation(tiers, tier, [share.held for share in shares], dtype, device)
-    made = []
-    for member, (like, share) in enumerate(zip(several, shares, strict=True)):
-        how = (like.config, share.shards.numel, dtype, device, share.ranks, partitioned, share.shards)
-        made.append(storage := TensorStorage(tiers, tier, *how, at=(allocation, member)))
-        storage.share.part_of = like.share.part_of
-    return made
+    """New, uninitialised storages in one allocation for tensors divided over the ranks as those of `storages` are, of
+    one model; one element of `dtype` (default: theirs) for so many `elements` of theirs."""
+    first, dtype = storages[0], dtype or storages[0].dtype
+    shares = []
+    for storage in storages:
+        share = storage.share
+        shards = share.shards if elements == 1 else share.shards.in_blocks(elements)
+        shares.append(new := Share(shards, share.ranks, partitioned))
+        new.part_of = share.part_of
+    allocation = Allocation(first.tiers, tier, [share.held for share in shares], dtype, first.device)
+    both = zip(storages, shares, strict=True)
+    return [TensorStorage(like.config, share, allocation, member) for member, (like, share) in enumerate(both)]
+
+
+def new_gradients(storages: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
+    """New, uninitialised storages for the gradients of parameters of one model; partitioned from ZeRO's stage 2 on."""
+    placement = storages[0].placement
+    return new_storages(storages, placement.gradients, dtype, placement.stage >= 2)
+
+
+def new_states(storages: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
+    """New, uninitialised storages for an optimizer's state of parameters of one model; partitioned from ZeRO's stage 1
+    on."""
+    placement = storages[0].placement
+    return new_storages(storages, placement.optimizer, dtype, placement.stage >= 1)
+
+
+def new_scales(storages: Sequence[TensorStorage], dtype: torch.dtype, elements: int) -> list[TensorStorage]:
+    """New, uninitialised storages for the scales of an optimizer's state, one of `dtype` for so many elements of the
+    state, divided as that is: on the device where the states live there, else in host memory."""
+    placement = storages[0].placement
+    tier: Tier = "device" if placement.optimizer == "device" else "host"
+    return new_storages(storages, tier, dtype, placement.stage >= 1, elements)
 
 
 def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]:
-    """As `TensorStorage.begin_refresh`, for several in one collective."""
+    """If the bytes of some are stale, start to gather the shards that other ranks updated, in one collective. Returns
+    what is under way, for which whoever looks at the bytes waits. `name`: for errors."""
     stale = [storage for storage in storages if storage.share.stale]
     if stale:
         for storage in stale:
@@ -416,17 +365,18 @@ def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
     Raises: StoreError where there is no room for it.
     """
     memory = memory_of_file(directory, value.nbytes)
+    dtype = value.allocation.dtype if isinstance(value, StoredBytes) else value.dtype
     start = 0
     for piece in _pieces(value) if isinstance(value, StoredBytes) else [value]:
         memory[start : start + piece.nbytes] = octets(piece)
         start += piece.nbytes
     memory.madvise(mmap.MADV_DONTNEED)  # what was written is in the file
-    return torch.frombuffer(memory, dtype=value.dtype)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
     """All elements in order; each piece is valid until the next is asked for."""
-    for part in pieces_of(range(held.count), held.dtype.itemsize):
+    for part in pieces_of(range(held.count), held.allocation.dtype.itemsize):
         window = held.window(part.start, len(part)).read_only()
         try:
             yield window.wait()
@@ -438,23 +388,3 @@ def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
     return TensorStorage.of_token(token).value().view(shape)
-
-
-class AbstractStorage(TensorStorage):
-    """A storage without bytes, for planning: it has a token, and any access to a value raises."""
-
-    tiers = None
-
-    def __init__(self, tier: Tier, config: Config, numel: int, dtype: torch.dtype, why: str = _FOR_PLANNING) -> None:
-        """`why`: what an access to a value raises."""
-        self._why = why
-        self._identify(tier, config, numel, dtype, CPU, Share(numel))
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    @property
-    def bytes(self) -> NoReturn:
-        """Raises: StoredTensorError."""
-        raise StoredTensorError(self._why)

@@ -22,20 +22,20 @@ class StoredBytes:
 
     Whoever looks at them asks `TensorStorage.settled`, unless nothing in the background can be about to change them.
 
-    `tokens` stand for them in graphs, one for each tensor whose elements they are: a token's version counter counts the
-    writes to that tensor.
+    Attributes:
+        allocation, members: they are a run of members of this allocation.
+        elements: which of the allocation's they are.
+        tokens: stand for them in graphs, one for each tensor whose elements they are: a token's version counter counts
+            the writes to that tensor.
+        on_device: all of them, if they live where the device computes.
     """
 
     def __init__(self, allocation: Allocation, members: range, tokens: tuple[torch.Tensor, ...]) -> None:
-        """Those of a run of members: see [Note: groups]."""
+        """See [Note: groups]."""
         self.allocation, self.members, self.tokens = allocation, members, tokens
-        self.tiers, self.tier = allocation.tiers, allocation.tier
-        self.device, self.dtype = allocation.device, allocation.dtype
-        self._elements = allocation.elements_of(members)
-        self.count = len(self._elements)
-        self.nbytes = self.count * self.dtype.itemsize
-        self._in_host = allocation.in_host(self._elements)
-        self.on_device = self._in_host if allocation.device.in_host_memory else allocation.on_device(self._elements)
+        self.elements = allocation.elements_of(members)
+        self._in_host = allocation.in_host(self.elements)
+        self.on_device = self._in_host if allocation.device.in_host_memory else allocation.on_device(self.elements)
         self._prefetched: dict[range, Window] = {}  # by their elements
 
     def follows(self, other: StoredBytes) -> bool:
@@ -43,9 +43,14 @@ class StoredBytes:
         return self.allocation is other.allocation and self.members.start == other.members.stop
 
     @property
-    def first(self) -> int:
-        """The first one's number in the allocation."""
-        return self._elements.start
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.elements)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they have."""
+        return len(self.elements) * self.allocation.dtype.itemsize
 
     @property
     def in_memory(self) -> torch.Tensor:
@@ -63,8 +68,8 @@ class StoredBytes:
         """All of them, if they live where `place` computes: nothing is under way to or from them then."""
         memory = self._in_host if place.in_host_memory else self.on_device
         if memory is not None:
-            self.allocation.settle(self._elements)
-            self.allocation.await_reads(self._elements)
+            self.allocation.settle(self.elements)
+            self.allocation.await_reads(self.elements)
         return memory
 
     @property
@@ -85,10 +90,10 @@ class StoredBytes:
         first, end = self._range(start, count)
         if self._in_host is not None:
             self.allocation.settle(range(first, end))
-            begin = self._elements.start
+            begin = self.elements.start
             return Window(self, first, self._in_host[first - begin : end - begin], None, None)
         opened, closed = self._in_blocks(first, end)
-        buffer = self.tiers.allocate((closed - opened) * self.dtype.itemsize, offset)
+        buffer = self.allocation.tiers.allocate((closed - opened) * self.allocation.dtype.itemsize, offset)
         return self._window_in(buffer, range(first, end), load)
 
     def _window_in(self, buffer: Buffer, elements: range, load: bool) -> Window:
@@ -96,7 +101,7 @@ class StoredBytes:
         opened, closed = self._in_blocks(elements.start, elements.stop)
         shared = opened < elements.start or closed > elements.stop
         try:
-            memory = buffer.tensor((closed - opened,), self.dtype)
+            memory = buffer.tensor((closed - opened,), self.allocation.dtype)
             ticket = self._read(opened, memory, buffer) if (load or shared) and elements else None
         except BaseException:
             buffer.release()
@@ -109,26 +114,31 @@ class StoredBytes:
         """As `window`, in device memory. `offset` is where in host memory they pass through."""
         elements = range(*self._range(start, count))
         if self.on_device is not None:
-            first, end = (one - self._elements.start for one in (elements.start, elements.stop))
+            first, end = (one - self.elements.start for one in (elements.start, elements.stop))
             return Window(self, elements.start, self.on_device[first:end], None, None)
         host = self._take_prefetched(elements) if load else None
         if host is None:
             self.drop_prefetched(start, len(elements))
             host = self.window(start, count, load=load, offset=offset)
-        if self.device.in_host_memory:
+        if self.allocation.device.in_host_memory:
             return host
         return DeviceWindow(
-            host, self.device, len(elements), self.dtype, load, self.tiers.device_arenas.get(self.device)
+            host,
+            self.allocation.device,
+            len(elements),
+            self.allocation.dtype,
+            load,
+            self.allocation.tiers.device_arenas.get(self.allocation.device),
         )
 
     def prefetch(self, start: int, count: int, offset: int | None = None) -> Window | None:
         """Open what the next `device_window` of these elements is, or passes through, in host memory; whoever asked for
         it drops it in the end. None where that would have to wait for something that is under way."""
         elements = range(*self._range(start, count))
-        if self.tier != "nvme" or elements in self._prefetched or self.allocation.is_being_written(elements):
+        if self.allocation.tier != "nvme" or elements in self._prefetched or self.allocation.is_being_written(elements):
             return None
         opened, closed = self._in_blocks(elements.start, elements.stop)
-        buffer = self.tiers.allocate_at_once((closed - opened) * self.dtype.itemsize, offset)
+        buffer = self.allocation.tiers.allocate_at_once((closed - opened) * self.allocation.dtype.itemsize, offset)
         if buffer is None:
             return None
         window = self._prefetched[elements] = self._window_in(buffer, elements, load=True)
@@ -158,20 +168,20 @@ class StoredBytes:
             return self.window(start, count).wait()
         first, end = self._range(start, count)
         opened, closed = self._in_blocks(first, end)
-        memory = mapped_empty((closed - opened) * self.dtype.itemsize).view(self.dtype)
+        memory = mapped_empty((closed - opened) * self.allocation.dtype.itemsize).view(self.allocation.dtype)
         if memory.numel():
             self._read(opened, memory, memory).wait()
         return memory[first - opened : end - opened]
 
     def read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `start` on into `memory`, in `owner`'s buffer."""
-        return self._read(self._elements.start + start, memory, owner)
+        return self._read(self.elements.start + start, memory, owner)
 
     def _read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
         """As `read`, from an element of the allocation on."""
         if self.on_device is not None:
-            start = first - self._elements.start
-            return self.device.download(self.on_device[start : start + memory.numel()], memory)
+            start = first - self.elements.start
+            return self.allocation.device.download(self.on_device[start : start + memory.numel()], memory)
         return self.allocation.read(first, memory, owner)
 
     @torch.no_grad()
@@ -185,13 +195,15 @@ class StoredBytes:
                 self.on_device.view(value.shape).copy_(value)
             self.written()
         elif self._in_host is not None:
-            copy = self.device.download(value, self._in_host, after=self.allocation.before_change(self._elements))
-            self.allocation.changed_by(self._elements, copy)
+            copy = self.allocation.device.download(
+                value, self._in_host, after=self.allocation.before_change(self.elements)
+            )
+            self.allocation.changed_by(self.elements, copy)
             self.written()
         else:
             window = self.window(load=False, offset=offset)
             try:
-                copy = self.device.download(value, window.wait())
+                copy = self.allocation.device.download(value, window.wait())
             except BaseException:
                 window.close()
                 raise
@@ -199,7 +211,7 @@ class StoredBytes:
 
     def noted(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
         """For a block in which the CPU copies a value to where it lives; other devices' copies note themselves."""
-        leaves = self.tier != "device" and self.device.in_host_memory
+        leaves = self.allocation.tier != "device" and self.allocation.device.in_host_memory
         return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else contextlib.nullcontext()
 
     def written(self) -> None:
@@ -214,8 +226,8 @@ class StoredBytes:
             self.allocation.write(first, memory, buffer, after)
             return
         try:
-            start = first - self._elements.start
-            upload = self.device.upload(self.on_device[start : start + memory.numel()])
+            start = first - self.elements.start
+            upload = self.allocation.device.upload(self.on_device[start : start + memory.numel()])
             upload.start(memory)
             upload.join()
             buffer.release_after(upload)
@@ -225,19 +237,19 @@ class StoredBytes:
 
     def flush(self) -> None:
         """Wait for the writes under way. Raises: StoreError when one failed: its bytes are lost."""
-        self.allocation.settle(self._elements)
+        self.allocation.settle(self.elements)
 
     def _in_blocks(self, first: int, end: int) -> tuple[int, int]:
         """From which element of the allocation to which one the blocks reach that have those from `first` to `end`."""
-        per_block = PAGE // self.dtype.itemsize if self.tier == "nvme" else 1
+        per_block = PAGE // self.allocation.dtype.itemsize if self.allocation.tier == "nvme" else 1
         opened = first // per_block * per_block
-        return opened, min(-(-end // per_block) * per_block, self._elements.stop) if end > first else opened
+        return opened, min(-(-end // per_block) * per_block, self.elements.stop) if end > first else opened
 
     def _range(self, start: int, count: int | None) -> tuple[int, int]:
         """The first element of the allocation, and the one behind the last, of `count` from `start` on."""
         count = self.count - start if count is None else count
         assert start >= 0 and count >= 0 and start + count <= self.count, (start, count, self.count)
-        first = self._elements.start + start
+        first = self.elements.start + start
         return first, first + count
 
 

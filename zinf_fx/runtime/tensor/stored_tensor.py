@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.device import check_device, device_of
+from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.eager_reads import note_eager_read
 from zinf_fx.runtime.tensor.operations import (
@@ -45,6 +45,7 @@ from zinf_fx.runtime.tensor.operations import (
 )
 from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
+from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
     Base,
@@ -304,7 +305,9 @@ class StoredTensor(Checkpointable):
     @torch._disable_dynamo  # called between two graphs, it would be captured, which torch 2.14 fails to do
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
-            check_trainable(self.shape, self.quantised, self._storage is not None and self._storage.is_read_only)
+            check_trainable(
+                self.shape, self.quantised, self._storage is not None and self._storage.bytes.allocation.is_read_only
+            )
         _REQUIRES_GRAD.__set__(self, requires_grad)
 
     # PyTorch documents this name of the argument; its stub has another.
@@ -325,8 +328,14 @@ class StoredTensor(Checkpointable):
             return
         with RUNNING.turn():
             if not self.expects_gradient:
-                hook_gradient(self, None if self.stored.keeps_gradient else gradient_hook)
+                hook_gradient(self, None if self._keeps_gradient() else gradient_hook)
                 self.expects_gradient = True
+
+    def _keeps_gradient(self) -> bool:
+        """Whether a gradient that autograd leaves in `grad` is where it is to be, and nobody waits for it."""
+        storage = self.stored
+        on_device = storage.has_plain_gradient and storage.placement.gradients == "device"
+        return on_device and not storage.gradient.followed
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -470,8 +479,8 @@ def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: tor
         if dtype != tensor.base.dtype or tensor.views or value is not None:
             shards = shards_of(shape, dtype, share.ranks.shards, storage.config, shards.owner)
         source = tensor.gathered() if value is None else value
-    how = (form.numel, form.dtype, target, share.ranks, share.partitioned, shards)
-    twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
+    mine = Share(shards, share.ranks, share.partitioned)
+    twin = TensorStorage(storage.config, mine, Allocation(storage.tiers, storage.tier, [mine.held], form.dtype, target))
     twin.set(source)
     twin.share.take_state(share)
     twin.label = storage.label
@@ -486,8 +495,9 @@ def stored_as(tensor: S, quantised: Quantised) -> S:
     storage, share = tensor.stored, tensor.stored.share
     shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
     shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
-    how = (math.prod(shape), dtype, device_of(tensor.device), share.ranks, share.partitioned, shards)
-    twin = TensorStorage(storage.tiers, storage.tier, storage.config, *how)
+    mine = Share(shards, share.ranks, share.partitioned)
+    allocation = Allocation(storage.tiers, storage.tier, [mine.held], dtype, device_of(tensor.device))
+    twin = TensorStorage(storage.config, mine, allocation)
     twin.label = storage.label
     return type(tensor).of(twin, tensor.shape, tensor.device, quantised=quantised)
 

@@ -149,7 +149,7 @@ class StoredTile:
             for number in run:
                 first, shape = shapes[number]
                 own = storages[number].share.held_of(first, math.prod(shape))
-                before = held[number].first - together.first
+                before = held[number].elements.start - together.elements.start
                 of_run[number] = range(before + own.start, before + own.stop)
             elements = range(of_run[run[0]].start, of_run[run[-1]].stop)
             members = {n: range(own.start - elements.start, own.stop - elements.start) for n, own in of_run.items()}

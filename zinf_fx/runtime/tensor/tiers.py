@@ -200,6 +200,7 @@ class Tiers:
         """A block in which eager code moves the elements of one tensor through memory that is allocated for that. One
         thread at a time is in such a block. The step in the background, which a block may wait for, waits for none. See
         [Note: threads]."""
+        self.check_process()
         background = self.background
         return nullcontext() if background is not None and background.asks else taking(self._one_moves)
 
