@@ -179,7 +179,7 @@ def planner_for_16(request: pytest.FixtureRequest) -> Planner:
     return Planner(request.param, DGX_2, Optimizer())
 
 
-@pytest.mark.parametrize("preset", IN_HOST_MEMORY)
+@pytest.mark.parametrize("preset", named(IN_HOST_MEMORY, {"zero-3", "zero-offload", "infinity-nvme"}))
 def test_host_memory_beside_a_device_with_memory_of_its_own(planner_for_16: Planner, preset: str):
     """States that live there, and what the CPU's update takes: of fp32 gradients, as many as eight pieces of 2^20
     elements, and three chunks of 2^23 elements of what is on NVMe. Shards are gathered on the device."""
@@ -379,11 +379,11 @@ def test_a_model_that_trains_nothing():
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "batch", "fitting", "too_small"),
     [
-        (40, 1536, 16, 1, "dp", None),  # 1.4B
+        slow(40, 1536, 16, 1, "dp", None),  # 1.4B
         (50, 4096, 16, 1, "zero-2", "zero-1"),  # 10B
-        pytest.param(64, 4096, 16, 1, "zero-offload", "zero-2", marks=pytest.mark.slow),  # 13B
-        pytest.param(98, 4096, 32, 1, "zero-3", "zero-offload", marks=pytest.mark.slow),  # 20B
-        pytest.param(128, 25600, 256, 5, "nvme", "infinity-cpu", marks=pytest.mark.slow),  # 1T
+        slow(64, 4096, 16, 1, "zero-offload", "zero-2"),  # 13B
+        slow(98, 4096, 32, 1, "zero-3", "zero-offload"),  # 20B
+        slow(128, 25600, 256, 5, "nvme", "infinity-cpu"),  # 1T
     ],
 )
 def test_the_largest_models_of_figure_6a(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from followed import followed_plans
 from gate import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -41,9 +42,20 @@ TIGHT = {"device_memory": 1024}
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.dropout(self.down(F.gelu(self.up(self.norm(h)))))
+
+
+class AttentionBlock(Block):
+    """Takes twice as long to plan."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, h: Tensor) -> Tensor:
         batch, length, width = h.shape
@@ -56,10 +68,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Gives its loss, and its logits of shape [batch, length, words]."""
 
-    def __init__(self, dropout: float = 0.1, tied: bool = False, blocks: int = 2) -> None:
+    def __init__(self, dropout: float = 0.0, tied: bool = False, blocks: Sequence[type[Block]] = (Block,)) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(block(dropout) for block in blocks))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.words.weight
@@ -123,7 +135,7 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
 )
 def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = Model(blocks=2 if "device_memory" in options else 1)
+    plain = Model(dropout=0.1, blocks=[AttentionBlock] * (2 if "device_memory" in options else 1))
     twin, compiled = twin_of(plain, tmp_path, micro_batches=count, **options)
     ours = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -336,15 +348,16 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
     """An ordinary model, which leaves at the first call. Beside what is saved, the budget has room for an operator, and
     none for a group of them."""
     torch.manual_seed(0)
-    plain, batch = Model(dropout=0.0, blocks=1), tokens(2)
+    plain, batch = Model(blocks=[AttentionBlock]), tokens(2)
     twin = copy.deepcopy(plain)
     options = {"micro_batches": micro_batches, "device_memory": "44KiB", "tile": None, "store": tmp_path}
     compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
-    for _ in range(2):  # the first call finds ordinary parameters
-        twin.zero_grad()
-        compiled(*batch)[0].backward()
+    compiled(*batch)[0].backward()  # finds ordinary parameters
     assert all(isinstance(one, zinf_fx.StoredTensor) for one in twin.parameters())
-    (plan,) = plan_model(plain, batch, **options).plans
+    twin.zero_grad()
+    with followed_plans(twin) as plans:
+        compiled(*batch)[0].backward()
+    (plan,) = plans
     loop(plain, plan.config.micro_batches, *batch)
     assert_same_gradients(twin, plain)
 
@@ -353,7 +366,7 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
 def test_groups_accumulate(tmp_path: Path, group: int) -> None:
     """Eight micro-batches in groups: a sum of sums, which rounds in other places than the loop's."""
     torch.manual_seed(0)
-    plain = Model(dropout=0.0, blocks=1)
+    plain = Model()
     twin, compiled = twin_of(plain, tmp_path, micro_batches=group)
     batch = tokens(8)
     loop(plain, 8, *batch)
@@ -365,7 +378,7 @@ def test_groups_accumulate(tmp_path: Path, group: int) -> None:
 
 def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(tied=True, blocks=1)
+    plain = Model(dropout=0.1, tied=True)
     twin, compiled = twin_of(plain, tmp_path, micro_batches=4, pack=None)
     batch = tokens(4)
     torch.manual_seed(1)
@@ -379,7 +392,7 @@ def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -
 
 def test_losses_are_summed_where_that_is_asked_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(dropout=0.0, blocks=1)
+    plain = Model()
     twin, compiled = twin_of(plain, tmp_path, micro_batches=4, micro_batch_loss="sum")
     batch = tokens(4)
     losses, _ = loop(plain, 4, *batch, scale=1.0)
@@ -459,34 +472,33 @@ def test_random_numbers_by_layout(tmp_path: Path) -> None:
 def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
     """As planned, and as measured."""
     torch.manual_seed(0)
-    model, batch, options = Model(blocks=1), tokens(2), {"pack": None, "residency": False, "placement": "nvme"}
-    one = zinf_fx.export_plan(model, tuple(x[:PART] for x in batch), **options)
-    planning = plan_model(model, batch, micro_batches=2, **options)
-    assert ", 2 micro-batches" in planning.text()
-    (all_of_them,) = planning.plans
-    assert [traffic for _, traffic in phases(all_of_them)] == [traffic for _, traffic in phases(one)]
-    assert [len(graph.events) for graph in all_of_them.graphs] == [len(graph.events) for graph in one.graphs]
-
-    moved = {}
+    model, batch = Model(), tokens(2)
+    plans, moved = {}, {}
     for count, inputs in ((1, tuple(x[:PART] for x in batch)), (2, batch)):
         torch._dynamo.reset()
         twin, compiled = twin_of(model, tmp_path, micro_batches=count, pack=None, residency=False)
         optimizer = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
-        for _ in range(3):
-            before = zinf_fx.stats(twin)
-            compiled(*inputs)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.finish()
+        with followed_plans(twin) as followed:
+            for _ in range(3):
+                before = zinf_fx.stats(twin)
+                compiled(*inputs)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.finish()
         after = zinf_fx.stats(twin)
+        (plans[count],) = followed
         moved[count] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+    one, two = plans[1], plans[2]
+    assert ", 2 micro-batches" in render(two)
+    assert [traffic for _, traffic in phases(two)] == [traffic for _, traffic in phases(one)]
+    assert [len(graph.events) for graph in two.graphs] == [len(graph.events) for graph in one.graphs]
     # The head of the next step may have been fetched when the step is over, or not.
     assert moved[2] == pytest.approx(moved[1], rel=0.2)
 
 
 def test_each_size_of_the_batch_has_a_plan_and_evaluation_is_whole(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Model(dropout=0.0, blocks=1)
+    plain = Model()
     twin, compiled = twin_of(plain, tmp_path, micro_batches=2)
     for count in (2, 4, 2):
         batch = tuple(x[: count * PART] for x in tokens(4))
@@ -519,7 +531,7 @@ def test_tensors_of_a_second_size_are_one_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("micro_batches", [slow(4), "auto"])
 def test_a_plan_file_is_followed(tmp_path: Path, micro_batches: object) -> None:
     torch.manual_seed(0)
-    plain, batch = Model(dropout=0.0, blocks=1), tokens(4)
+    plain, batch = Model(), tokens(4)
     plan = zinf_fx.export_plan(plain, batch, micro_batches=micro_batches, placement="nvme")
     plan.save(tmp_path / "plan.json")
     twin, compiled = twin_of(plain, tmp_path, plan=tmp_path / "plan.json")
@@ -602,7 +614,7 @@ def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, 
 @pytest.mark.parametrize("marked", [True, False])
 def test_another_size_that_is_equal_by_chance(tmp_path: Path, marked: bool) -> None:
     torch.manual_seed(0)
-    plain, batch = Model(dropout=0.0, blocks=1), tokens(3)  # six of six words
+    plain, batch = Model(), tokens(3)  # six of six words
     twin = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
     for x in batch if marked else ():
         torch._dynamo.maybe_mark_dynamic(x, 0)
