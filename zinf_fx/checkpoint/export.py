@@ -56,8 +56,6 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
     everyone = Everyone(wrapped, tensors.values())
     written = {names[0]: tensors[names[0]] for names in names_of_tied(model, tensors)}
     kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
-    for name, kind in kinds.items():
-        check_dtype(kind.dtype, f"'{name}'")
     groups = in_groups(kinds, limit)
     with ExitStack() as stack:
         with together("reserving room for weights", *everyone.ranks):
@@ -117,10 +115,12 @@ class Shard:
 
 
 def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
-    """Divide tensors, in their order, into as many per file as stay within the limit together."""
+    """Divide tensors, in their order, into as many per file as stay within the limit together. Raises: CheckpointError
+    for a dtype that such files can't have."""
     groups: list[dict[str, Kind]] = [{}]
     nbytes = 0
     for name, kind in kinds.items():
+        check_dtype(kind.dtype, f"'{name}'")
         if groups[-1] and nbytes + kind.nbytes > limit:
             groups.append({})
             nbytes = 0
