@@ -27,6 +27,7 @@ from zinf_fx.checkpoint.save import save
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
 from zinf_fx.optim.formats import join
+from zinf_fx.runtime.gradients.state import GradientState
 
 Values = dict[str, tuple[str, bytes]]
 """The dtype and the bytes of tensors."""
@@ -241,7 +242,7 @@ def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:
     job.load(directory)
     same = all(map(torch.equal, [p.grad.full_tensor() for p in job.model.parameters()], expected))
     job.model(*micro[rank]).backward()
-    return same and not any(p.grad.stored.share.unreduced for p in job.model.parameters())
+    return same and not any(p.grad.stored.gradient_state is GradientState.LOCAL for p in job.model.parameters())
 
 
 def test_gradients_that_each_rank_has_alone(tmp_path: Path):

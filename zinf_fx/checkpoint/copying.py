@@ -25,6 +25,7 @@ from zinf_fx.native.engine import READ, File, crc32c_at
 from zinf_fx.optim.elements import open_window
 from zinf_fx.plan.intervals import merged
 from zinf_fx.runtime.disk.copy_on_write import CopyOnWrite
+from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.memory.host import aligned_empty
 from zinf_fx.runtime.memory.transfers import Ticket
@@ -147,7 +148,7 @@ class LocalShard:
     def owned(self) -> list[range]:
         """The elements, by number in the box, that this rank saves, if others have the rest."""
         parts = (range(self.box.numel),)
-        if isinstance(self.tensor, StoredTensor) and not self.tensor.stored.share.unreduced:
+        if isinstance(self.tensor, StoredTensor) and state_of(self.tensor) is not GradientState.LOCAL:
             parts = self.tensor.stored.share.own
         return [part for part in parts if part]
 

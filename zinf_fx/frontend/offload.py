@@ -40,7 +40,8 @@ from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.plan.sharding import Owners, shards_of
 from zinf_fx.quantisation import tables_of
 from zinf_fx.runtime.gradients.accumulate import add_gradient
-from zinf_fx.runtime.gradients.buffers import local_gradient, reserve_gradients
+from zinf_fx.runtime.gradients.buffers import reserve_gradients
+from zinf_fx.runtime.gradients.state import local_gradient
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.ranks import Ranks

@@ -25,6 +25,7 @@ from zinf_fx.optim.formats import MASTER
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.chunks import AT_A_TIME
+from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -228,7 +229,7 @@ class ResidentGroup:
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
     """The bytes of a stored tensor in its shape, where `place` computes, if they live there and are all it has."""
     share = tensor.stored.share
-    if tensor.views or share.ranks.shards > 1 or share.unreduced:
+    if tensor.views or share.ranks.shards > 1 or state_of(tensor) is GradientState.LOCAL:
         return None
     memory = tensor.stored.bytes.in_memory_of(place)
     return None if memory is None else memory.view(tensor.shape)

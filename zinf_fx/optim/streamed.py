@@ -28,21 +28,13 @@ from zinf_fx.optim.step import StreamedStep
 from zinf_fx.optim.update_batch import RecurringUpdates, UpdateBatch
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.execute.executor import EXECUTOR, Stage
-from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.gradients.state import consume_gradient
 from zinf_fx.runtime.tensor.local_parameter import local_input, stored_parameter
 from zinf_fx.runtime.tensor.pending_gradient import GradientConsumer
-from zinf_fx.runtime.tensor.share import Share
-from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 # Of gradients that wait in memory for their update, as far as one is not larger.
 GRADIENT_BUFFER = 64 << 20
-
-_GONE = (
-    "the gradient of a parameter of shape {} was consumed by its update in backward (step_in_backward=True): it can't "
-    "be read, clipped, unscaled, or added to by a second backward pass; call optimizer.step() and zero_grad() after "
-    "each backward pass, or leave step_in_backward out"
-)
 
 
 def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
@@ -77,17 +69,6 @@ def second_gradient(parameter: StoredTensor) -> OptimizerError:
         f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
         "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave the "
         "option out to accumulate gradients"
-    )
-
-
-def gone(parameter: StoredTensor, gradient: torch.Tensor) -> StoredTensor:
-    """What stands for a consumed gradient: any access to its values raises."""
-    storage = parameter.stored
-    why = _GONE.format(tuple(parameter.shape))
-    tier, count = storage.placement.gradients, storage.numel
-    nothing = Allocation.unreserved(tier, [count], gradient.dtype, why=why)
-    return StoredTensor.of(
-        TensorStorage(storage.config, Share(storage.share.shards), nothing), parameter.shape, parameter.device
     )
 
 
@@ -387,7 +368,7 @@ class Streamed(Optimizer):
             updates = [self._update_of(parameter, layouts) for parameter in parameters if parameter in self._groups]
         for _, states, _ in updates:
             assert states.gradient is not None
-            states.parameter.grad = gone(states.parameter, states.gradient)
+            consume_gradient(states.parameter, states.gradient.dtype)
         if updates:
             step.add(UpdateBatch(updates), owned=True)
             step.advance()

@@ -70,7 +70,7 @@ def test_a_consumed_gradient_and_one_of_this_rank_alone(tmp_path: Path) -> None:
     (gradient,) = stored_gradients([parameter], parameter.dtype)
     parameter.grad = gradient
     assert state(parameter) is GradientState.STORED
-    gradient.stored.share.unreduced = True
+    gradient.stored.gradient_state = GradientState.LOCAL
     assert state(parameter) is GradientState.LOCAL
 
 

@@ -18,7 +18,6 @@ from zinf_fx.interrupts import held_back
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.gradients.buffers import (
-    local_gradient,
     plain_gradient,
     plain_gradients,
     run_of,
@@ -30,6 +29,7 @@ from zinf_fx.runtime.gradients.state import (
     GradientState,
     check_may_have_graph,
     is_reduced_now,
+    local_gradient,
     local_taken,
     state_of,
     stored_gradient,
@@ -180,7 +180,7 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
         elif segments:
             new.stored.settled().set(value, offset)
         else:
-            new.stored.set(value, None if new.stored.share.unreduced else offset)
+            new.stored.set(value, None if state_of(new) is GradientState.LOCAL else offset)
         parameter.grad = new
     elif segments:
         _add_share(_storage_of_shares(parameter), segments, value, first, offset)
@@ -283,7 +283,7 @@ def addends_of(parameters: Sequence[StoredTensor], start: int, count: int) -> Ad
         run = run_of(gradients)
         return None if run is None else Addends(run.bytes, 0, run.bytes.count)
     storage, share = gradients[0].stored, parameters[0].stored.share
-    if share.ranks.shards == 1 or storage.share.unreduced:
+    if share.ranks.shards == 1 or state_of(gradients[0]) is GradientState.LOCAL:
         return Addends(storage.bytes, start, count)
     if not storage.share.partitioned:
         return None

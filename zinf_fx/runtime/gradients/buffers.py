@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zinf_fx.runtime.memory.arena import CachedViews
-from zinf_fx.runtime.tensor.storage import new_gradients, new_storages
+from zinf_fx.runtime.tensor.storage import new_gradients
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -167,13 +167,6 @@ def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> 
     gradients = buffer.acquire(range(len(parameters)))
     assert gradients is not None, "nobody has a place of a new buffer"
     return gradients
-
-
-def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """A gradient of this rank alone, without values yet: whole, whatever ZeRO's stage is."""
-    (storage,) = new_storages([parameter.stored], parameter.stored.placement.gradients, dtype)
-    storage.share.unreduced = parameter.stored.share.ranks.size > 1
-    return StoredTensor.of(storage, parameter.shape, parameter.device)
 
 
 def plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:

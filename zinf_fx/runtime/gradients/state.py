@@ -4,36 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 
 import torch
 
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.gradients.reduction import synchronises
-from zinf_fx.runtime.tensor.storage import TensorStorage
+from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.pending_gradient import GradientState
+from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.storage import TensorStorage, new_storages
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
-
-class GradientState(Enum):
-    """What the `grad` of a stored parameter is.
-
-    [Note: states of gradients]
-    Autograd and users assign `grad` without telling anybody, so the state is asked of the gradient (`state_of`), and of
-    nothing else. A gradient begins as NONE. What backward leaves becomes STORED on the tier of gradients; or PLAIN,
-    where nothing of the parameter ever moves (see [Note: plain gradients]). ORDINARY and RECORDED gradients are what
-    eager autograd or the user left: an ordinary one moves to its tier when the next gradient hook runs. With several
-    ranks, a LOCAL gradient is what this rank accumulated under `no_sync`: the next backward pass outside takes it
-    (NONE), and the sum over the ranks is STORED. An optimizer that steps in backward leaves CONSUMED. From any state,
-    the user sets it to NONE.
-    """
-
-    NONE = "there is none"
-    PLAIN = "an ordinary tensor in the memory where the parameter's gradients live"
-    ORDINARY = "an ordinary tensor anywhere"
-    RECORDED = "an ordinary tensor that can be differentiated, which create_graph=True leaves"
-    STORED = "a stored tensor"
-    LOCAL = "a stored tensor of this rank alone, which is still to be reduced"
-    CONSUMED = "used by an optimizer that steps in backward: it has no values"
+_CONSUMED = (
+    "the gradient of a parameter of shape {} was consumed by its update in backward (step_in_backward=True): it can't "
+    "be read, clipped, unscaled, or added to by a second backward pass; call optimizer.step() and zero_grad() after "
+    "each backward pass, or leave step_in_backward out"
+)
 
 
 def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None) -> GradientState:
@@ -41,10 +27,7 @@ def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None
     if gradient is None:
         return GradientState.NONE
     if isinstance(gradient, StoredTensor):
-        stored = gradient.stored
-        if not stored.bytes.allocation.is_reserved:
-            return GradientState.CONSUMED
-        return GradientState.LOCAL if stored.share.unreduced else GradientState.STORED
+        return gradient.stored.gradient_state
     if gradient.requires_grad:
         return GradientState.RECORDED
     if storage is None or not storage.has_plain_gradient:
@@ -67,6 +50,26 @@ def is_reduced_now(parameter: StoredTensor) -> bool:
     if share.ranks.size == 1:
         return False
     return synchronises(share) or state_of(parameter.grad) not in (GradientState.NONE, GradientState.LOCAL)
+
+
+def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    """This rank's own gradient, without values yet: whole, whatever ZeRO's stage is. It is LOCAL if there are other
+    ranks."""
+    storage = parameter.stored
+    (stored,) = new_storages([storage], storage.placement.gradients, dtype)
+    if storage.share.ranks.size > 1:
+        stored.gradient_state = GradientState.LOCAL
+    return StoredTensor.of(stored, parameter.shape, parameter.device)
+
+
+def consume_gradient(parameter: StoredTensor, dtype: torch.dtype) -> None:
+    """After an optimizer that steps in backward has used the parameter's gradient, of this dtype: it is CONSUMED."""
+    storage = parameter.stored
+    why = _CONSUMED.format(tuple(parameter.shape))
+    nothing = Allocation.unreserved(storage.placement.gradients, [storage.numel], dtype, why=why)
+    stored = TensorStorage(storage.config, Share(storage.share.shards), nothing)
+    stored.gradient_state = GradientState.CONSUMED
+    parameter.grad = StoredTensor.of(stored, parameter.shape, parameter.device)
 
 
 def take_local(parameter: StoredTensor) -> StoredTensor | None:

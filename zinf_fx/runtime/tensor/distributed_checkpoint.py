@@ -22,6 +22,7 @@ from zinf_fx.runtime.exclusive import RUNNING
 from zinf_fx.runtime.memory.host import mapped_empty
 from zinf_fx.runtime.tensor.boxes import Box, view_of
 from zinf_fx.runtime.tensor.operations import Operand
+from zinf_fx.runtime.tensor.pending_gradient import GradientState
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_storages
 from zinf_fx.sizes import PIECE, pieces_of
 
@@ -63,7 +64,7 @@ class Checkpointable(Operand):
     def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
         """One for each box that this rank is to save."""
         share = self.stored.share
-        if share.unreduced:
+        if self.stored.gradient_state is GradientState.LOCAL:
             raise StoredTensorError(
                 f"'{name}' is a gradient of this rank alone, which no other rank knows: save after a backward pass "
                 "outside of no_sync()"

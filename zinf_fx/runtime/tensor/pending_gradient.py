@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,29 @@ import torch
 from zinf_fx.adam import MasterForm, StateForm
 
 B = TypeVar("B")
+
+
+class GradientState(Enum):
+    """What the `grad` of a stored parameter is.
+
+    [Note: states of gradients]
+    Autograd and users assign `grad` without telling anybody, so the state is the gradient's, and asked of nothing else:
+    a stored one has it in its storage. `runtime/gradients/state.py` tells ordinary ones apart (`state_of`), and makes
+    every transition that is ours. A gradient begins as NONE. What backward leaves becomes STORED on the tier of
+    gradients; or PLAIN, where nothing of the parameter ever moves (see [Note: plain gradients]). ORDINARY and RECORDED
+    gradients are what eager autograd or the user left: an ordinary one moves to its tier when the next gradient hook
+    runs. With several ranks, a LOCAL gradient is what this rank accumulated under `no_sync`: the next backward pass
+    outside takes it (NONE), and the sum over the ranks is STORED. An optimizer that steps in backward leaves CONSUMED.
+    From any state, the user sets it to NONE.
+    """
+
+    NONE = "there is none"
+    PLAIN = "an ordinary tensor in the memory where the parameter's gradients live"
+    ORDINARY = "an ordinary tensor anywhere"
+    RECORDED = "an ordinary tensor that can be differentiated, which create_graph=True leaves"
+    STORED = "a stored tensor"
+    LOCAL = "a stored tensor of this rank alone, which is still to be reduced"
+    CONSUMED = "used by an optimizer that steps in backward: it has no values"
 
 
 class GradientConsumer(Protocol):

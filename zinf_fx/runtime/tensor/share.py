@@ -29,7 +29,6 @@ class Share:
         stale: whether other ranks have newer elements, which nobody has begun to gather.
         refreshing: what gathers them, until it was waited for.
         agreed: whether every rank that has all elements has the same.
-        unreduced: whether these are gradients of this rank alone.
         part_of: the process groups over whose ranks the tensor is divided that this is a part of (tensor parallelism).
         wrapper: of a model with this parameter, whose `no_sync` holds for it too.
     """
@@ -42,7 +41,6 @@ class Share:
         self.stale = False
         self.refreshing: Refresh | None = None
         self.agreed = True
-        self.unreduced = False
         self.part_of: tuple[dist.ProcessGroup, ...] = ()
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
 
@@ -98,8 +96,7 @@ class Share:
 
     def take_state(self, other: Share) -> None:
         """Be what `other` is: of the same tensor under another dtype, shape or device, with its value."""
-        self.agreed, self.unreduced = other.agreed, other.unreduced
-        self.part_of, self.wrapper = other.part_of, other.wrapper
+        self.agreed, self.part_of, self.wrapper = other.agreed, other.part_of, other.wrapper
 
     def settle(self) -> None:
         """Wait until the shares of others that are on their way are there."""

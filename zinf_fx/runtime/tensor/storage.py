@@ -24,7 +24,7 @@ from zinf_fx.runtime.memory.host import aligned_empty, memory_of_file, octets
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.pending_gradient import PendingGradient
+from zinf_fx.runtime.tensor.pending_gradient import GradientState, PendingGradient
 from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -70,12 +70,14 @@ class TensorStorage:
         config: that of the model the tensor belongs to, with the placement decided.
         share: what this rank has of the elements.
         gradient: what is known of that of a parameter.
+        gradient_state: of a gradient: see [Note: states of gradients].
         label: what users know the tensor by.
         lease: of a gradient, what every tensor with these bytes holds: see [Note: gradient buffers].
         stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
 
     key = 0
+    gradient_state = GradientState.STORED
     lease: weakref.ref[object] | None = None
     stands_for: TensorStorage | None = None
 

@@ -483,6 +483,7 @@ def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: tor
     twin = TensorStorage(storage.config, mine, Allocation(storage.tiers, storage.tier, [mine.held], form.dtype, target))
     twin.set(source)
     twin.share.take_state(share)
+    twin.gradient_state = storage.gradient_state
     twin.label = storage.label
     return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
 
