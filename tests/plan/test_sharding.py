@@ -24,8 +24,10 @@ from zinf_fx.sizes import BITS, BLOCK
 def test_every_element_is_in_one_shard(
     shape: tuple[int, int], ranks: int, on_nvme: bool, limit: int | None, owned: bool
 ):
-    config = Config(tile=limit, placement="nvme" if on_nvme else "host")
-    shards = shards_of(shape, torch.float32, ranks, config, ranks - 1 if owned else None)
+    partition = "owner" if owned else "shards"
+    config = Config(tile=limit, placement="nvme" if on_nvme else "host", partition=partition)
+    shards = shards_of(shape, torch.float32, ranks, config, ranks - 1)
+    assert ranks == 1 or shards.owner == (ranks - 1 if owned else None)
     found: list[int] = []
     for rank in range(ranks):
         positions = []
@@ -71,9 +73,8 @@ def test_the_segments_of_a_tile_are_found_without_a_look_at_all():
 
 
 def test_owners_have_about_as_much_each():
-    owners = Owners(Config(partition="owner"), 3)
+    owners = Owners(3)
     assert [owners.next(nbytes) for nbytes in (4, 1, 2, 2, 1, 4)] == [0, 1, 2, 1, 2, 1]
-    assert Owners(Config(), 3).next(4) is None
 
 
 def test_without_partitioning_every_rank_is_a_group():

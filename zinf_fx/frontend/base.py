@@ -75,7 +75,7 @@ def attach_base(
         in_files = located(model, path, parameters | buffers)
         _check_fit(model, parameters, buffers, in_files, path)
         _check_formats(config, parameters, in_files, path)
-        owners = Owners(config, Ranks.of(config).shards)
+        owners = Owners(Ranks.of(config).shards)
         twins = _twins(parameters, in_files, configs, owners)
         values = _values(buffers, in_files)
     _take_over(model, parameters, twins, values)
@@ -175,7 +175,7 @@ def _twin(
     share = Share(shards, ranks, partitioned)
     first, count = 0, numel
     if share.partitioned:
-        if len(shards.segments) != 1 or config.partition == "owner":
+        if not shards.is_one_part:
             raise ConfigError(
                 f"parameter '{name}' would be one rank's alone, or have several parts on each, and one part of it can "
                 "be read in place: give tile=None and partition='shards'"

@@ -89,7 +89,7 @@ class _Construction:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._tiers, self._owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
+        self._tiers, self._owners = Tiers.of(config), Owners(Ranks.of(config).shards)
         if config.own_placement.parameters == "nvme":
             _ = self._tiers.store  # a directory that can't be used shows before anything is built
         self.mapped = MappedFiles(_MAPPED_AT_ONCE, partial(memory_of_file, config.stores[0]))

@@ -38,7 +38,7 @@ from zinf_fx.frontend.parameters import (
 from zinf_fx.passes.ir.framework import nodes_calling, operand
 from zinf_fx.placement import Placement, PlacementRules
 from zinf_fx.plan.schedule import Tile
-from zinf_fx.plan.sharding import Groups, Owners, shards_of
+from zinf_fx.plan.sharding import Groups, shards_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import local_input
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
@@ -260,8 +260,7 @@ def tiles_of(
         known = tensor.stored.stands_for or tensor.stored
         trained_by = numbers.setdefault(known.share.ranks, len(numbers))
         treatments[token.name] = (_treated(placed(known.config, asked)), trained_by)
-        owner = Owners(config, ranks).next(0)  # whichever: a plan is the same for all
-        shards = shards_of(base.shape, base.dtype, ranks, config, owner) if ranks > 1 else None
+        shards = shards_of(base.shape, base.dtype, ranks, config) if ranks > 1 else None
         tiles[token.name] = Tile(
             name=name,
             shape=tuple(base.shape),
@@ -276,7 +275,7 @@ def tiles_of(
             partitioned=ranks > 1 and config.stage == 3,
             replicas=groups.replicas,
             segment=shards.segment if shards and len(shards.segments) > 1 else 0,
-            owned=ranks > 1 and owner is not None,
+            owned=shards is not None and shards.owner is not None,  # whichever: a plan is the same for all
         )
     return tiles, tuple(sorted(keys, key=keys.__getitem__)), treatments
 

@@ -119,7 +119,7 @@ def offload_parameters(
     check_disjoint(parameters)
     configs = configs_of(config, parameters) if configs is None else configs
     forms = {name: form_of(parameter, configs[name], tables) for name, parameter in parameters.items()}
-    tiers, owners = Tiers.of(config), Owners(config, Ranks.of(config).shards)
+    tiers, owners = Tiers.of(config), Owners(Ranks.of(config).shards)
     twins = reserved_twins(parameters, forms, tiers, configs, owners)
     to_disk = any(
         tensor.base.tier == "nvme" for twin in twins for tensor in (twin, twin.grad) if isinstance(tensor, StoredTensor)

@@ -84,8 +84,8 @@ def _together(candidates: Iterable[_Candidate[K]]) -> list[list[K]]:
     by_limit: defaultdict[int, list[tuple[K, Hashable, int]]] = defaultdict(list)  # which belongs to the device
     for parameter, config, dtype, device, shards, trained, kind in candidates:
         copied = has_own_memory(device.type)
-        limit = pack_limit(config, copied=copied) if config.partition != "owner" else None
-        if limit is not None and len(shards.segments) == 1 and state_moves(config.own_placement, device.type, trained):
+        limit = pack_limit(config, copied=copied)
+        if limit is not None and shards.is_one_part and state_moves(config.own_placement, device.type, trained):
             alike = (dtype, device, config.placement, trained, kind)
             by_limit[limit].append((parameter, alike, nbytes_in_pack(shards.numel, dtype, shards.padded)))
     return [pack for limit, of_limit in by_limit.items() for pack in in_packs(of_limit, limit)]

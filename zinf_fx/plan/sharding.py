@@ -77,6 +77,11 @@ class Segment:
             return range(0)
         return range(self.held, self.held + self.shard)
 
+    def gathered_from(self, rank: int) -> range:
+        """Where a rank's part, with padding, is among those of all ranks in a row."""
+        first = 0 if self.owner is not None else rank * self.shard
+        return range(first, first + len(self.held_by(rank)))
+
     def of_rank(self, rank: int) -> range:
         """The tensor's elements in one rank's part, without padding."""
         if self.owner is not None:
@@ -144,6 +149,11 @@ class Shards:
         return tuple(segments)
 
     @property
+    def is_one_part(self) -> bool:
+        """Whether every rank's shard is one part of the tensor, and all are of the same size."""
+        return len(self.segments) == 1 and self.owner is None
+
+    @property
     def size(self) -> int:
         """Elements of a rank's shard, with padding; where there are owners, on average over the ranks."""
         return -(-self.padded // self.ranks)
@@ -182,14 +192,11 @@ class Owners:
     """Deals a model's parameters, in the order in which they come, to the ranks of a group: each to the one that owns
     the fewest bytes so far."""
 
-    def __init__(self, config: Config, ranks: int) -> None:
-        """There are owners only if the options say so."""
-        self._bytes = [0] * ranks if config.partition == "owner" else None
+    def __init__(self, ranks: int) -> None:
+        self._bytes = [0] * ranks
 
-    def next(self, nbytes: int) -> int | None:
-        """The owner of so many bytes; None: there is none."""
-        if self._bytes is None:
-            return None
+    def next(self, nbytes: int) -> int:
+        """The owner of so many bytes, if there is to be one."""
         owner = self._bytes.index(min(self._bytes))
         self._bytes[owner] += nbytes
         return owner
@@ -200,7 +207,9 @@ _SMALLEST_TILE = 64
 
 
 def shards_of(shape: Sequence[int], dtype: torch.dtype, ranks: int, config: Config, owner: int | None = None) -> Shards:
-    """The division of a parameter over the ranks of a group: with segments of the size of `Config.tile`."""
+    """The division of a parameter over the ranks of a group: with segments of the size of `Config.tile`. `owner`: the
+    rank that has all of it where `Config.partition` says that one has; default the first."""
+    owner = (owner or 0) if config.partition == "owner" else None
     limit = config.tile
     if limit == "auto":
         budgets = [budget for budget in (config.device_memory, config.host_memory) if budget is not None]

@@ -209,13 +209,12 @@ class GatheredTile(InFlightTile):
         (parameter,), rank = stored.members, self._ranks.shard
         places, held = [], 0
         for segment in parameter.share.shards.within(self._planned.start, self._planned.numel):
-            first, count = segment.start - self._planned.start, len(segment.held_by(rank))
-            begin = first if segment.owner is not None else first + rank * segment.shard
-            own = range(begin, begin + count)
+            first, mine = segment.start - self._planned.start, segment.gathered_from(rank)
+            own = range(first + mine.start, first + mine.stop)
             self._gathers.append(_Gather(range(first, first + segment.padded), own, segment.owner))
-            if count:
-                places.append((range(held, held + count), begin))
-            held += count
+            if own:
+                places.append((range(held, held + len(own)), own.start))
+            held += len(own)
         return places
 
     def upload(self, offset: int | None = None) -> None:
