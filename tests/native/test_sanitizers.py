@@ -38,7 +38,9 @@ def build(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         compile_with(sanitizer, "-c", NATIVE / name, "-o", compiled)
 
     def build(program: str, *more: str) -> Path:
-        compile_with(sanitizer, f"{program}.c", *more, *engine_objects, "-o", folder / program, "-ldl", "-lpthread")
+        compile_with(
+            sanitizer, f"{program}.c", *more, *engine_objects, "-o", folder / program, "-ldl", "-lm", "-lpthread"
+        )
         return folder / program
 
     return build
@@ -69,4 +71,9 @@ def test_whatever_fails_while_an_engine_is_opened_leaves_nothing_behind(opening:
 
 def test_work_that_threads_share(build: Callable[..., Path]):
     done = subprocess.run(build("divide"), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_updates(build: Callable[..., Path]):
+    done = subprocess.run(build("update"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

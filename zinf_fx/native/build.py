@@ -10,7 +10,7 @@ from cffi import FFI
 HERE = Path("zinf_fx/native")  # setuptools wants paths relative to setup.py
 FOLDER = Path(__file__).resolve().parent
 SOURCES, HEADERS = ([path.name for path in sorted(FOLDER.glob(f"[!_]*.{kind}"))] for kind in "ch")
-SEEN_BY_PYTHON = ("codes.h", "masters.h", "folding.h", "checksum.h", "engine.h")
+SEEN_BY_PYTHON = ("codes.h", "update.h", "masters.h", "folding.h", "checksum.h", "engine.h")
 
 
 def declarations(headers: Iterable[Path] = tuple(FOLDER / name for name in SEEN_BY_PYTHON)) -> str:
@@ -31,7 +31,7 @@ builder.set_source(
     sources=[str(HERE / name) for name in SOURCES],
     depends=[str(HERE / name) for name in HEADERS],
     include_dirs=[str(HERE)],
-    libraries=["dl", "pthread"],
+    libraries=["dl", "m", "pthread"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
 )
 

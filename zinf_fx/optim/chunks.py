@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.optim.arithmetic import Group, State, TensorLists, borrow, copied, same_objects, show
 from zinf_fx.optim.elements import moved
+from zinf_fx.optim.kernels import NativeOperands
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.slices import OpenSlice, OpenWhole, SliceStates, Update, UpdateGroup
 from zinf_fx.optim.states import ParameterStates
@@ -72,7 +73,7 @@ class Call:
     parts: Sequence[Part]
     ended: Sequence[int]
     operands: Sequence[Operands] = ()
-    lists: TensorLists | None = None
+    lists: TensorLists | NativeOperands | None = None
 
 
 class Chunk:

@@ -299,6 +299,28 @@ def _first(signed: bool) -> torch.Tensor:
     return torch.bucketize(least, _bounds(signed, torch.device("cpu"))[:-1]).to(torch.uint8)
 
 
+def numbers_of_codes(name: str) -> torch.Tensor:
+    """What the codes of a state stand for: fp32 [256]."""
+    return _table(_is_signed(name), torch.device("cpu"))
+
+
+def places_of_codes(name: str) -> torch.Tensor:
+    """For the upper 16 bits of any fp32 value, which code the state has for it: uint32 [65536], see native/update.h."""
+    return _places_of_codes(_is_signed(name))
+
+
+@cache
+@torch.inference_mode(False)
+def _places_of_codes(signed: bool) -> torch.Tensor:
+    """The least code of each, times 65536, and what the lower 16 bits carry into the next code when added: those of a
+    bound among the values, inverted. The lower bits of negative values, which descend, are inverted themselves."""
+    places = _first(signed).to(torch.int64) << 16
+    bounds = _bounds(signed, torch.device("cpu"))[:-1].view(torch.int32).to(torch.int64)
+    lower = torch.where(bounds < 0, bounds ^ 0xFFFF, bounds) & 0xFFFF
+    places[bounds >> 16 & 0xFFFF] += 0xFFFF - lower
+    return places.to(torch.uint32)
+
+
 def check_can_be_split(parameter: StoredTensor) -> None:
     """Raises: OptimizerError for a parameter whose master can't be split."""
     what = f"master_dtype={SPLIT!r} for a parameter of shape {tuple(parameter.shape)} and {parameter.dtype}"

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_fx.optim.arithmetic import State, TensorLists
 from zinf_fx.optim.formats import MASTER, MASTER_UP, computed, join, kind_of, split, store_computed
+from zinf_fx.optim.kernels import NativeOperands, Operands, has_kernel
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
 
-@dataclass
-class Operands:
-    """Elements of one parameter, [n] each, as they are stored, and what else the class has of it.
-
-    Attributes:
-        parameter: in its own dtype.
-        gradient: in the dtype in which it was reduced.
-        master: nothing; "master" in the dtype of the update; or the two parts of a split one: see [Note: split
-            masters].
-        states: by name, in the dtypes or formats in which they are kept, with their scales.
-        present: the names of states that hold values; the class makes the others.
-        numbers: states that aren't stored, such as a count of steps. The class changes them, or leaves others.
-    """
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    master: Mapping[str, torch.Tensor]
-    states: Mapping[str, torch.Tensor]
-    present: Collection[str]
-    numbers: State
-
-
 def update_elements(
-    inner: Optimizer, operands: Sequence[Operands], scratch: torch.Tensor | None, lists: TensorLists | None = None
-) -> TensorLists | None:
+    inner: Optimizer,
+    operands: Sequence[Operands],
+    scratch: torch.Tensor | None,
+    lists: TensorLists | NativeOperands | None = None,
+) -> TensorLists | NativeOperands | None:
     """Update elements of some parameters by one step of `inner`, a torch class with options and no parameters yet.
 
-    Everything is updated where it is stored. This is the whole of what a step computes with elements, so that a kernel
-    that knows the class and the formats can take its place.
+    Everything is updated where it is stored: by a native kernel where there is one, else by the class, to the same
+    bits. This is the whole of what a step computes with elements.
 
     Args:
         operands: of parameters that have the same states.
@@ -52,6 +33,11 @@ def update_elements(
     Returns:
         What serves in the next update of the same operands; None where others than the operands were updated.
     """
+    if not isinstance(lists, TensorLists):
+        native = (lists or NativeOperands.of(inner, operands)) if has_kernel(inner) else None
+        if native is not None:
+            return native if native.update(inner) else None
+        lists = None
     names = [name for name in operands[0].states if kind_of(name, operands[0].states) is None]
     gradients = [of_parameter.gradient for of_parameter in operands]
     in_place = lists is not None

@@ -1,0 +1,175 @@
+"""The AdamW update on the CPU for each format of states, beside a copy of the same memory and PyTorch's fused AdamW.
+
+    python benchmarks/update.py [--parameters 64000000] [--threads 1 2] [--rounds 7] [--json]
+
+A copy of memory tells the limit: the rate at which it reads and writes, divided by the bytes that an update reads and
+writes of a parameter. All take turns, and ratios to the limit are taken within a round. The kernel is alone: it updates
+what lies in memory in one call, as a step with `placement="host"` does chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from zinf_fx.optim.arithmetic import borrow
+from zinf_fx.optim.formats import MASTER, MASTER_UP, SCALES, UPS, companion_of
+from zinf_fx.optim.kernels import Operands
+from zinf_fx.optim.update import update_elements
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import check, computing_with
+from turns import in_turns
+
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FP32, BF16 = torch.float32, torch.bfloat16
+# Of parameters, gradients and moments, and whether masters are split.
+FORMATS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype, bool]] = {
+    "fp32": (FP32, FP32, FP32, False),
+    "bf16, fp32 master": (BF16, BF16, FP32, False),
+    "bf16, fp32 master, bf16 moments": (BF16, BF16, BF16, False),
+    "bf16, fp32 master, 8-bit moments": (BF16, BF16, torch.uint8, False),
+    "bf16, split master, bf16 moments": (BF16, BF16, BF16, True),
+    "bf16, split master, 8-bit moments": (BF16, BF16, torch.uint8, True),
+}
+COPY, PYTORCH = "a copy", "torch.optim.AdamW(fused=True), fp32"
+
+
+def operands_of(count: int, name: str) -> Operands:
+    """So many elements in a format, whose states hold zeros."""
+    weight, gradient, state, splits = FORMATS[name]
+    masters = torch.randn(count)
+    master: dict[str, torch.Tensor] = {}
+    if splits:
+        up = torch.zeros(UPS.shape([count]), dtype=UPS.dtype)
+        master = {MASTER: torch.zeros(count, dtype=torch.int16), MASTER_UP: up}
+    elif weight != FP32:
+        master = {MASTER: masters}
+    states = {moment: torch.zeros(count, dtype=state) for moment in MOMENTS}
+    if state == torch.uint8:
+        states |= {companion_of(moment): torch.zeros(SCALES.shape([count])) for moment in MOMENTS}
+    return Operands(masters.to(weight), torch.randn(count).mul_(1e-3).to(gradient), master, states, (), {})
+
+
+def moved(operands: Operands) -> float:
+    """Bytes that an update reads and writes of a parameter."""
+    count, masters = operands.parameter.numel(), list(operands.master.values())
+    changed = sum(tensor.nbytes for tensor in (*masters, *operands.states.values()))
+    parameters = operands.parameter.nbytes * (
+        1 if MASTER in operands.master and MASTER_UP not in operands.master else 2
+    )
+    return (2 * changed + parameters + operands.gradient.nbytes) / count
+
+
+def updating(operands: Operands) -> Callable[[], object]:
+    """What updates the operands once more, by the native kernel."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **OPTIONS)
+    inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
+
+    def update() -> None:
+        update_elements(inner, [operands], None)  # which has no memory for PyTorch's class to compute in
+        operands.present = MOMENTS
+
+    return update
+
+
+def in_memory(count: int) -> Callable[[], object]:
+    """A step of PyTorch's own over parameters and gradients in fp32."""
+    parameter = torch.nn.Parameter(torch.randn(count))
+    parameter.grad = torch.randn(count)
+    return torch.optim.AdamW([parameter], **OPTIONS).step
+
+
+def copying(nbytes: int) -> Callable[[], object]:
+    """A copy of so many bytes by as many threads as PyTorch has."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    threads = torch.get_num_threads()
+    pool, part = ThreadPoolExecutor(threads), nbytes // threads
+
+    def copy(number: int) -> None:
+        ctypes.memmove(target.data_ptr() + number * part, source.data_ptr() + number * part, part)
+
+    return lambda: list(pool.map(copy, range(threads)))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def measure(count: int, threads: int, rounds: int, bar: tqdm) -> list[dict]:
+    """A row for each way, with so many threads."""
+    with computing_with(threads):
+        operands = {name: operands_of(count, name) for name in FORMATS}
+        copied = 4 * count
+        ways = {COPY: copying(copied), PYTORCH: in_memory(count)}
+        ways |= {name: updating(some) for name, some in operands.items()}
+        nbytes = {COPY: 2 * copied / count, PYTORCH: 28.0} | {name: moved(some) for name, some in operands.items()}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for work in (*ways.values(), *ways.values()):  # first steps make states
+            work()
+        for _, name in in_turns(list(ways), rounds):
+            bar.set_description(f"{threads} threads, {name}")
+            times[name].append(seconds(ways[name]))
+            bar.update()
+    return [
+        {
+            "threads": threads,
+            "way": name,
+            "bytes_per_parameter": nbytes[name],
+            "parameters_per_second": count / median(times[name]),
+            "bytes_per_second": nbytes[name] * count / median(times[name]),
+            "ratio_to_limit": median(
+                nbytes[name] * copy / (nbytes[COPY] * taken)
+                for copy, taken in zip(times[COPY], times[name], strict=True)
+            ),
+            "all_seconds": times[name],
+        }
+        for name in ways
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=64_000_000)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print the rows, with all times")
+    args = parser.parse_args()
+    check(parser, args, "parameters", "threads", "rounds")
+    total = len(args.threads) * args.rounds * (len(FORMATS) + 2)
+    with tqdm(total=total, disable=None) as bar:
+        rows = [row for threads in args.threads for row in measure(args.parameters, threads, args.rounds, bar)]
+    if args.json:
+        print(json.dumps(rows))
+        return
+    table = [
+        [
+            row["threads"],
+            row["way"],
+            f"{row['bytes_per_parameter']:.1f}",
+            f"{row['parameters_per_second'] / 1e6:,.0f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+            f"{row['ratio_to_limit']:.2f}",
+        ]
+        for row in rows
+    ]
+    print(tabulate(table, ["threads", "", "bytes per parameter", "M parameters/s", "GB/s", "of the limit"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+/* Updates of every format by every set of instructions and several threads, for the sanitizers: arrays are as long as
+ * what they hold, and the results are the same to the bit. */
+#include "codes.h"
+#include "update.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { OPERANDS = 4, ARRAYS = 10, WAYS = 5 };
+
+static const size_t counts[OPERANDS] = {1, 255, 256, 1 << 17};
+static const int ways[WAYS][2] = {{ZINF_PLAIN, 1}, {ZINF_PLAIN, 3}, {ZINF_AVX2, 1}, {ZINF_AVX512, 1}, {ZINF_AVX512, 3}};
+
+static float numbers[256];
+static uint32_t places[65536];
+static const struct zinf_map map = {numbers, places};
+
+static size_t itemsize(int kind) { return kind == ZINF_FP32 ? 4 : kind == ZINF_CODES ? 1 : 2; }
+
+static float any(void) { return ldexpf((float)(rand() % 1000), rand() % 20 - 20); }
+
+/* An array of its own of random elements of a kind, none negative, of which `nbytes` are to be compared. */
+static void *array(size_t count, int kind, size_t *nbytes)
+{
+    *nbytes = count * itemsize(kind);
+    uint8_t *made = malloc(*nbytes);
+    for (size_t i = 0; i < count; i++) {
+        const float value = any();
+        const uint16_t half = (uint16_t)(rand() % 0x7000);
+        memcpy(made + i * itemsize(kind), kind == ZINF_FP32 ? (const void *)&value : (const void *)&half, itemsize(kind));
+    }
+    return made;
+}
+
+static struct zinf_kept kept(size_t count, int kind, uint8_t **arrays, size_t *nbytes)
+{
+    struct zinf_kept made = {kind, 0, array(count, kind, nbytes), NULL, kind == ZINF_CODES ? &map : NULL};
+    arrays[0] = made.values;
+    if (kind == ZINF_CODES)
+        made.companion = array((count + ZINF_BLOCK - 1) / ZINF_BLOCK, ZINF_FP32, nbytes + 1);
+    if (kind == ZINF_SPLIT)
+        made.companion = array((count + 7) / 8, ZINF_CODES, nbytes + 1);
+    arrays[1] = made.companion;
+    return made;
+}
+
+/* The sum of all bits after two steps in a format, which is that of any way. */
+static uint64_t updated(int gradient, int master, int moments, const int *way)
+{
+    const struct zinf_adam options = {-1, 0.1f, 1, 0.1f, 0.99f, 0.01f, 1e-8f, 1, 16};
+    struct zinf_operands operands[OPERANDS];
+    uint8_t *arrays[OPERANDS][ARRAYS] = {{NULL}};
+    size_t nbytes[OPERANDS][ARRAYS] = {{0}};
+    srand(7);
+    for (int i = 0; i < OPERANDS; i++) {
+        struct zinf_operands all = {.count = counts[i], .step_size = -0.01f, .root = 0.5f};
+        all.gradient = kept(counts[i], gradient, &arrays[i][0], &nbytes[i][0]);
+        all.master = kept(counts[i], master, &arrays[i][1], &nbytes[i][1]);
+        if (master == ZINF_SPLIT || gradient != ZINF_FP32)
+            all.weight = kept(counts[i], gradient == ZINF_FP16 ? ZINF_FP16 : ZINF_BF16, &arrays[i][3], &nbytes[i][3]);
+        all.exp_avg = kept(counts[i], moments, &arrays[i][4], &nbytes[i][4]);
+        all.exp_avg_sq = kept(counts[i], moments, &arrays[i][6], &nbytes[i][6]);
+        all.max_exp_avg_sq = kept(counts[i], moments, &arrays[i][8], &nbytes[i][8]);
+        operands[i] = all;
+    }
+    for (int step = 0; step < 2; step++)
+        zinf_update_adam(&options, operands, OPERANDS, way[0], (unsigned)way[1]);
+    uint64_t sum = 0;
+    for (int i = 0; i < OPERANDS; i++)
+        for (int k = 0; k < ARRAYS; k++) {
+            for (size_t byte = 0; byte < nbytes[i][k]; byte++) sum = sum * 1099511628211u + arrays[i][k][byte];
+            free(arrays[i][k]);
+        }
+    return sum;
+}
+
+int main(void)
+{
+    static const int gradients[] = {ZINF_FP32, ZINF_BF16, ZINF_FP16}, moments[] = {ZINF_FP32, ZINF_BF16, ZINF_CODES};
+    for (int code = 0; code < 256; code++) numbers[code] = (float)code / 256;
+    for (int upper = 0; upper < 65536; upper++) places[upper] = (uint32_t)(upper / 256) << 16 | 0x1234;
+    for (int i = 0; i < 3; i++)
+        for (int splits = 0; splits < 2 - (gradients[i] == ZINF_FP16); splits++)
+            for (int k = 0; k < 3; k++)
+                for (int way = 0; way < WAYS; way++) {
+                    const int master = splits ? ZINF_SPLIT : ZINF_FP32;
+                    if (ways[way][0] > zinf_instructions() && ways[way][0] != ZINF_PLAIN)
+                        continue;
+                    if (updated(gradients[i], master, moments[k], ways[way]) !=
+                        updated(gradients[i], master, moments[k], ways[0])) {
+                        fprintf(stderr, "gradients %d, split %d, moments %d: way %d has another result\n", i, splits, k, way);
+                        return 1;
+                    }
+                }
+    return 0;
+}
