@@ -40,23 +40,23 @@ def test_cut_covers_every_element_once(shares: list[list[tuple[int, int]]], bloc
 
 
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=20), st.integers(1, 4))
-def test_members_that_follow_each_other_are_one_slice(sizes: list[tuple[int, bool]], blocks: int):
+def test_members_of_one_group_are_one_slice(sizes: list[tuple[int, bool]], blocks: int):
     elements, together = blocks * WINDOW_ALIGNMENT, 8_000
-    members = [Member([range(size)], follows) for size, follows in sizes]
+    members = [Member([range(size)], joins) for size, joins in sizes]
     chunks = list(cut(members, elements, together))
     assert all(sum(charged(len(part)) for one in chunk for part in one.elements) <= elements for chunk in chunks)
     slices = [one for chunk in chunks for one in chunk]
     runs = [one for one in slices if len(one.members) > 1]
     for run in runs:
         assert run.is_last and run.elements == tuple(members[number].parts[0] for number in run.members)
-        assert all(members[number].follows for number in run.members[1:])
+        assert all(members[number].joins for number in run.members[1:])
         assert all(sizes[number][0] <= together for number in run.members)
     assert [number for one in slices if one.is_last for number in one.members] == list(range(len(members)))
     for one, other in pairwise(slices):
         counts = [charged(sizes[number][0]) for number in (*one.members, *other.members)]
         fits = sum(counts) <= elements and max(sizes[n][0] for n in (*one.members, *other.members)) <= together
         if one.members != other.members and len(other.members) == 1 and fits:
-            assert not members[other.members.start].follows
+            assert not members[other.members.start].joins
 
 
 def test_small_members_share_a_chunk_with_slices_of_large_ones():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.update import Operands, take_over_written
 from zinf_fx.runtime.memory.arena import CachedViews
 from zinf_fx.runtime.memory.device import Device
-from zinf_fx.runtime.tensor.storage import settle
-from zinf_fx.runtime.tensor.stored_bytes import side_by_side
+from zinf_fx.runtime.tensor.storage import TensorStorage, settle
+from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, side_by_side
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
 
@@ -101,10 +102,6 @@ class Update(NamedTuple):
     states: ParameterStates
     entry: State
 
-    def joins(self, other: Update) -> bool:
-        """Whether all arrays of the parameter lie behind those of the other one, and the same is done with both."""
-        return self.group.kind == other.group.kind and not self.group.kind.whole and self.states.follow(other.states)
-
 
 class SliceStates:
     """The arrays of a slice. What an update needs to know of them is worked out once, and serves for as long as the
@@ -137,16 +134,16 @@ class SliceStates:
     @cached_property
     def gradient_row(self) -> Row | None:
         """The gradients, if they are stored."""
-        gradients = (states.gradient for states in self.members)
-        stored = [gradient for gradient in gradients if isinstance(gradient, StoredTensor) and not gradient.views]
-        return self._row(stored, self.elements) if len(stored) == len(self.members) else None
+        gradients = [states.streamed_gradient for states in self.members]
+        stored = [gradient for gradient in gradients if gradient is not None]
+        return self._row(stored, self.elements) if len(stored) == len(gradients) else None
 
     @cached_property
     def state_rows(self) -> dict[str, Row]:
         """By name, the states and the masters."""
         names = self.members[0].tensors
         rows: dict[str, Row] = {}
-        for name in names:
+        for name in (*self.members[0].masters, *self.kind.names):
             tensors = [states.tensors[name] for states in self.members]
             parts = [part_of(name, names, elements) for elements in self.elements]
             rows[name] = self._row(tensors, [range(tensors[0].numel())] if self.kind.whole else parts)
@@ -179,40 +176,66 @@ class SliceStates:
         return OpenWhole(self) if self.kind.whole else OpenSlice(self)
 
 
+class _Run(NamedTuple):
+    """Members of a slice that live side by side in one array.
+
+    Attributes:
+        bytes: theirs, with what lies between them.
+        elements: of the bytes, those that a window shows.
+        views: makes the elements of each member of the memory of that window.
+    """
+
+    bytes: StoredBytes
+    elements: range
+    views: CachedViews
+
+    @staticmethod
+    def of(storages: Sequence[TensorStorage], elements: Sequence[range]) -> _Run:
+        held = side_by_side([storage.bytes for storage in storages])
+        firsts = [
+            storage.bytes.elements.start - held.elements.start + storage.share.position(part.start)
+            for storage, part in zip(storages, elements, strict=True)
+        ]
+        start, count = (0, held.count) if len(storages) > 1 else (firsts[0], len(elements[0]))
+        parts = [slice(at - start, at - start + len(part)) for at, part in zip(firsts, elements, strict=True)]
+        return _Run(held, range(start, start + count), CachedViews(parts))
+
+
 class StoredRow:
-    """The elements of a slice in one array. It doesn't hold the tensors: space of gradients is free without them."""
+    """The elements of a slice in one array.
+
+    The members of a group live side by side in each of its arrays, and one window has all of them. A state or a
+    gradient that is replaced lives elsewhere, and has a window of its own. The row doesn't hold the tensors: space of
+    gradients is free without them.
+    """
 
     def __init__(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> None:
         storages = [tensor.stored for tensor in tensors]
-        several = [storage.bytes for storage in storages]
-        self._held = several[0] if len(several) == 1 else side_by_side(several)
-        firsts = [
-            storage.bytes.elements.start - self._held.elements.start + storage.share.position(some.start)
-            for storage, some in zip(storages, elements, strict=True)
-        ]
-        self._is_leased = all(storage.lease is not None for storage in storages)
+        self._tiers, self._is_leased = storages[0].tiers, all(storage.lease is not None for storage in storages)
         self._keys = frozenset(storage.key for storage in storages)
         self._shares = [storage.share for storage in storages]
-        # Of whole members, with what lies between them.
-        is_run = len(several) > 1
-        self._start, self._count = (0, self._held.count) if is_run else (firsts[0], len(elements[0]))
-        places = [first - self._start for first in firsts]
-        self._cut = CachedViews([slice(at, at + len(some)) for at, some in zip(places, elements, strict=True)])
+        firsts = [n for n, storage in enumerate(storages) if not n or not storage.bytes.follows(storages[n - 1].bytes)]
+        runs = [slice(*ends) for ends in pairwise([*firsts, len(storages)])]
+        self._runs = [_Run.of(storages[run], elements[run]) for run in runs]
 
     @property
     def holds_no_memory(self) -> bool:
         """Whether it is all the same to the memories how long this is there: buffers of gradients are used again."""
-        return self._is_leased and (self._held.allocation.tier == "nvme" or self._held.allocation.is_reused)
+        allocations = [run.bytes.allocation for run in self._runs]
+        return self._is_leased and all([where.tier == "nvme" or where.is_reused for where in allocations])
 
-    def open(self, place: Device, load: bool) -> Window | DeviceWindow:
-        """Open a window with all of them, where `place` computes, once nothing else is about to change them."""
-        settle(self._held.allocation.tiers, self._keys, self._shares)
-        window = self._held.window if place.in_host_memory else self._held.device_window
-        return window(self._start, self._count, load=load)
+    def open(self, place: Device, load: bool) -> Iterator[Window | DeviceWindow]:
+        """Open windows with all of them, where `place` computes, once nothing else is about to change them."""
+        settle(self._tiers, self._keys, self._shares)
+        for held, elements, _ in self._runs:
+            window = held.window if place.in_host_memory else held.device_window
+            yield window(elements.start, len(elements), load=load)
 
-    def of(self, window: AnyWindow) -> Elements:
+    def of(self, windows: Sequence[AnyWindow]) -> Elements:
         """The elements of each member, 1-D, once they are there."""
-        return self._cut.of(window.wait(), self._held.allocation.tiers.host)
+        runs = zip(self._runs, windows, strict=True)
+        elements = [run.views.of(window.wait(), run.bytes.allocation.tiers.host) for run, window in runs]
+        return elements[0] if len(elements) == 1 else list(chain.from_iterable(elements))
 
 
 class GatheredRow:
@@ -223,13 +246,13 @@ class GatheredRow:
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
 
-    def open(self, place: Device, load: bool) -> GatheredWindow:
+    def open(self, place: Device, load: bool) -> Iterator[GatheredWindow]:
         """Open what gathers them when it is waited for."""
-        return GatheredWindow(self._tensor, place)
+        yield GatheredWindow(self._tensor, place)
 
-    def of(self, window: AnyWindow) -> Elements:
+    def of(self, windows: Sequence[AnyWindow]) -> Elements:
         """All of them, 1-D."""
-        return [window.wait()]
+        return [window.wait() for window in windows]
 
 
 Row = StoredRow | GatheredRow
@@ -288,8 +311,8 @@ class OpenSlice(OpenWindows):
             self.close()
             raise
 
-    def _open(self, row: Row, load: bool) -> AnyWindow:
-        return self._keep(row.open(self._place, load))
+    def _open(self, row: Row, load: bool) -> list[AnyWindow]:
+        return [self._keep(window) for window in row.open(self._place, load)]
 
     def open_gradient(self) -> None:
         """Open the gradients, which are final. Raises: StoreError."""
@@ -319,8 +342,8 @@ class OpenSlice(OpenWindows):
             master = {name: elements[number] for name, elements in self._of_masters.items()}
             take_over_written(master, parameter, self._known)
 
-    def _of(self, windows: Mapping[str, AnyWindow]) -> dict[str, Elements]:
-        return {name: self.states.state_rows[name].of(window) for name, window in windows.items()}
+    def _of(self, opened: Mapping[str, Sequence[AnyWindow]]) -> dict[str, Elements]:
+        return {name: self.states.state_rows[name].of(windows) for name, windows in opened.items()}
 
     def _gradients(self) -> Elements:
         if self._gradient is not None:
@@ -363,8 +386,9 @@ class OpenSlice(OpenWindows):
 
     def store(self, unscaled: bool) -> None:
         """Start writing what was updated; with `unscaled`, the gradients are part of that."""
+        gradients = self._gradient or ()
         for window in self._windows:
-            if window is not self._gradient or unscaled:
+            if unscaled or not any([window is gradient for gradient in gradients]):
                 window.store()
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 
 import torch
 
@@ -144,9 +143,6 @@ class ParameterStates:
     ) -> None:
         """`dtype`: of the update. `spaces`: what is reserved already, by the name of the state."""
         self._spaces = spaces or {}
-        # Whose tensors were looked for before these, the key of the parameter then, and whether they are there.
-        self._behind: tuple[ParameterStates, int, bool] | None = None
-        self._gradient_behind: tuple[tuple[int, int], bool] = ((0, 0), False)  # the same of gradients, by their keys
         # For which layout, in which dtype, of a parameter with which key there is room.
         self._reserved: tuple[StateLayout, torch.dtype, int] | None = None
         self.parameter, self._shape = parameter, parameter.shape
@@ -202,23 +198,17 @@ class ParameterStates:
         for tensor in (self.parameter, *self.tensors.values()):
             tensor.stored.bytes.flush()
 
-    def follow(self, other: ParameterStates) -> bool:
-        """Whether all that is updated lives behind that of `other`."""
-        if self._behind is None or self._behind[0] is not other or self._behind[1] != self.parameter.stored.key:
-            joined = (
-                self.tensors.keys() == other.tensors.keys()
-                and follows(self.parameter, other.parameter)
-                and all(follows(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
-            )
-            self._behind = other, self.parameter.stored.key, joined
-        if not self._behind[2]:
-            return False
-        if not (isinstance(self.gradient, StoredTensor) and isinstance(other.gradient, StoredTensor)):
-            return isinstance(self.gradient, StoredTensor) == isinstance(other.gradient, StoredTensor)
-        keys = self.gradient.stored.key, other.gradient.stored.key
-        if self.gradient.views or other.gradient.views or self._gradient_behind[0] != keys:
-            self._gradient_behind = keys, follows(self.gradient, other.gradient)
-        return self._gradient_behind[1]
+    @property
+    def streamed_gradient(self) -> StoredTensor | None:
+        """The gradient, if it is a stored tensor, which is read chunk by chunk."""
+        return self.gradient if isinstance(self.gradient, StoredTensor) and not self.gradient.views else None
+
+    def joins(self, other: ParameterStates) -> bool:
+        """Whether the parameter is a member of the same group as the other one, and its gradient comes likewise."""
+        mine, its = self.parameter.stored.bytes, other.parameter.stored.bytes
+        return mine.allocation is its.allocation and (self.streamed_gradient is None) == (
+            other.streamed_gradient is None
+        )
 
     def is_in_store(self) -> bool:
         """As `flush`. Whether nothing failed."""
@@ -420,7 +410,6 @@ class ParameterStates:
         self._reserved = None
         for known in ("masters", "rounded", "bytes_written", "_keys", "_allocations", "_names"):
             self.__dict__.pop(known, None)
-        self._behind = None
 
 
 def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
@@ -429,11 +418,6 @@ def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]
     for parameter in sorted(parameters, key=lambda one: one.stored.key):
         allocations.setdefault(parameter.stored.bytes.allocation, []).append(parameter)
     return list(allocations.values())
-
-
-def follows(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether the first tensor lives right behind the second."""
-    return not (one.views or other.views) and one.stored.bytes.follows(other.stored.bytes)
 
 
 def _alike(mine: StoredTensor, value: StoredTensor) -> bool:
@@ -462,22 +446,21 @@ class KeptStates:
         return dtype if self._masters else parameter.dtype
 
     def make_room(self, layouts: Mapping[StoredTensor, StateLayout]) -> None:
-        """Before `reserve`: make room for the states of those among some parameters that live side by side, each with
-        its layout, so that these live side by side too. Raises: StoreError when there is none."""
-        runs: list[list[tuple[StoredTensor, StateLayout]]] = []
-        for parameter in chain.from_iterable(by_allocation(layouts)):
-            one = parameter, layouts[parameter]
-            if runs and _joins(*runs[-1][-1], *one):
-                runs[-1].append(one)
-            else:
-                runs.append([one])
-        for run in runs:
-            if len(run) > 1:
-                self._make_room(run)
+        """Before `reserve`: make room for the states of parameters, each with its layout. Those of the members of one
+        group live side by side, too, where they have the same states, of their own shape. Raises: StoreError when there
+        is none."""
+        for members in by_allocation(layouts):
+            alike: dict[Hashable, list[StoredTensor]] = {}
+            for parameter in members:
+                layout = layouts[parameter]
+                if not layout.whole:
+                    alike.setdefault(tuple(layout.tensors.items()), []).append(parameter)
+            for together in alike.values():
+                if len(together) > 1:
+                    self._make_room(together, layouts[together[0]])
 
-    def _make_room(self, together: Sequence[tuple[StoredTensor, StateLayout]]) -> None:
-        first, layout = together[0]
-        storages = [parameter.stored for parameter, _ in together]
+    def _make_room(self, together: Sequence[StoredTensor], layout: StateLayout) -> None:
+        first, storages = together[0], [parameter.stored for parameter in together]
         dtype = self.dtype(first)
         names = {**layout.of_master(first.dtype, dtype), **layout.tensors}
         kinds = {name: kind_of(name, names) for name in names}
@@ -487,7 +470,7 @@ class KeptStates:
             else new_scales(storages, kind.dtype, kind.elements)
             for name, kept_in in names.items()
         }
-        for number, (parameter, _) in enumerate(together):
+        for number, parameter in enumerate(together):
             self._spaces[parameter] = {name: row[number] for name, row in rows.items()}
 
     def reserve(
@@ -522,10 +505,3 @@ class KeptStates:
             shown[parameter.whole].update(states.load(entry, layout))
         for tiers in {parameter.stored.tiers for parameter in entries}:
             tiers.drain()
-
-
-def _joins(one: StoredTensor, layout: StateLayout, other: StoredTensor, next_layout: StateLayout) -> bool:
-    """Whether the second parameter lives behind the first, and both have the same states, of their own shape."""
-    if layout.whole or dict(layout.tensors) != dict(next_layout.tensors):
-        return False
-    return follows(other, one)

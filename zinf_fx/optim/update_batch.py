@@ -63,8 +63,7 @@ class UpdateBatch:
         self.bytes = [storage.bytes for storage in storages]
         self.tiers = list(dict.fromkeys(storage.tiers for storage in storages))
         self.touched = frozenset(chain.from_iterable(states.touched for states in self.states))
-        gradients = [states.gradient for states in self.states]
-        self.streams_gradients = all(isinstance(one, StoredTensor) and not one.views for one in gradients)
+        self.streams_gradients = all([states.streamed_gradient is not None for states in self.states])
         self.recurs = False
         self._chunks: tuple[int, list[Chunk]] | None = None
         mine = weakref.ref(self)
@@ -153,8 +152,8 @@ class UpdateBatch:
                     chunks.append((update.states.parameter.stored.key, chunk))
                 continue
             place = 0
-            follows = [False, *(update.joins(before) for before, update in pairwise(members))]
-            sizes = [Member(update.states.updated, joins) for update, joins in zip(members, follows, strict=True)]
+            joins = [False, *(update.states.joins(before.states) for before, update in pairwise(members))]
+            sizes = [Member(update.states.updated, joined) for update, joined in zip(members, joins, strict=True)]
             for slices in cut(sizes, elements, AT_A_TIME):
                 place = max(place, members[slices[0].members.start].states.parameter.stored.key)
                 updated = [

@@ -23,11 +23,11 @@ class Member(NamedTuple):
 
     Attributes:
         parts: the elements that this rank updates; each part is contiguous.
-        follows: whether every array of it lies right behind that of the member before, and is updated alike.
+        joins: whether it is in the same group as the member before, so that one transfer moves both.
     """
 
     parts: Sequence[range]
-    follows: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def charged(count: int) -> int:
 def cut(members: Sequence[Member], elements: int, together: int = 0) -> Iterator[tuple[ChunkSlice, ...]]:
     """Cut members, in order, into chunks of at most `elements` elements.
 
-    Members of at most `together` elements that follow each other are one slice, which isn't cut. Vectorised kernels
+    Members of one group, of at most `together` elements each, are one slice, which isn't cut. Vectorised kernels
     treat the end of a tensor differently, so that slices end where such a kernel would not care.
     """
     assert elements > 0 and elements % WINDOW_ALIGNMENT == 0, elements
@@ -102,7 +102,7 @@ def _runs(members: Sequence[Member], elements: int, together: int) -> Iterator[r
         count = charged(_count(member))
         if number > first:
             small = max(_count(member), _count(members[number - 1])) <= together
-            if not (member.follows and small and count <= room):
+            if not (member.joins and small and count <= room):
                 yield range(first, number)
                 first = number
         room = (elements if number == first else room) - count

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zinf_fx.adam import STATE_BYTES
-from zinf_fx.plan.chunks import AT_ONCE, Member, charged, cut, elements_of_chunk, part_of
+from zinf_fx.plan.chunks import AT_A_TIME, AT_ONCE, Member, charged, cut, elements_of_chunk, part_of
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PlannedChunk, Slice, Tile, UpdateEvent, UpdateSchedule
 from zinf_fx.sizes import blocks
@@ -105,9 +105,11 @@ def update_of(
     cuts: list[list[tuple[_Parameter, range]]] = []
     for on_device in (False, True):
         there = [updated for updated in parameters if updated[0].on_device == on_device]
-        members = [Member((range(count),)) for _, count in there]
-        for slices in cut(members, elements):
-            cuts.append([(there[piece.members.start][0], piece.elements[0]) for piece in slices])
+        # The parameters of a pack are a group: where they are stored, too.
+        members = [Member((range(count),), joins=owner.member > 0) for owner, count in there]
+        for slices in cut(members, elements, AT_A_TIME):
+            parts = [pair for piece in slices for pair in zip(piece.members, piece.elements, strict=True)]
+            cuts.append([(there[number][0], updated) for number, updated in parts])
     cuts.sort(key=lambda slices: slices[0][0].place)
     chunks = tuple(
         PlannedChunk(
