@@ -105,7 +105,7 @@ class Progress:
         pending: keys of the storages that are not final yet.
         irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
-        resident: those that are updated at once (see [Note: resident updates]), if that has begun; `resident_updated`
+        resident: those that are updated at once (see [Note: in-place updates]), if that has begun; `resident_updated`
             when it is over.
         ordinary: parameters that aren't stored, and were updated before.
     """

@@ -114,7 +114,7 @@ class StreamedStep:
         self._queue.add(batch)
 
     def update_residents(self, calls: Sequence[ResidentCall]) -> None:
-        """Update parameters that nothing has to be moved for, before the others: see [Note: resident updates].
+        """Update parameters that nothing has to be moved for, before the others: see [Note: in-place updates].
 
         Raises: StoreError when a step failed that is still under way on the same tiers; nothing is changed then.
         """
