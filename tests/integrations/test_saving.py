@@ -18,7 +18,7 @@ from torch import nn
 import zinf_fx
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 pytest.importorskip("accelerate")
@@ -59,7 +59,9 @@ def test_the_size_of_a_model_is_honest(pair: tuple[nn.Module, nn.Module]):
     assert found[1].metadata["total_size"] == sum(p.nbytes for p in pair[1].parameters())
     assert len(found[1].filename_to_tensors) > 2
     odd = zinf_fx.StoredTensor.of(
-        TensorStorage(zinf_fx.Config(), Share(Shards.of(3, 1, True)), Allocation.unreserved("nvme", [3], torch.int8)),
+        TensorStorage(
+            zinf_fx.Config(), LocalShard(Shards.of(3, 1, True)), Allocation.unreserved("nvme", [3], torch.int8)
+        ),
         (3,),
         "cpu",
     )

@@ -24,7 +24,7 @@ from zinf_fx.passes.ir.framework import GraphContext, Pass
 from zinf_fx.passes.lowering.compute_regions import FormRegions
 from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 
@@ -176,7 +176,7 @@ def _take_bytes_away(model: nn.Module, config: Config) -> None:
             if parameter is None:
                 continue
             if parameter not in twins:
-                share = Share(Shards.of(parameter.numel(), 1, config.on_nvme))
+                share = LocalShard(Shards.of(parameter.numel(), 1, config.on_nvme))
                 nowhere = Allocation.unreserved(config.placement.parameters, [parameter.numel()], parameter.dtype)
                 storage = TensorStorage(config, share, nowhere)
                 twin = StoredTensor.of(storage, parameter.shape, parameter.device, parameter.requires_grad)

@@ -25,7 +25,7 @@ from zinf_fx.runtime.disk.read_only import FileExtent, ReadOnlyFile
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -151,7 +151,7 @@ def _packed(
     shape, dtype = torch.Size(quantised.bytes_shape(parameter.shape)), torch.uint8
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     shards = shards_of(shape, dtype, ranks.shards, config, owners.next(shape.numel()))
-    share = Share(shards, ranks, config.stage == 3)
+    share = LocalShard(shards, ranks, config.stage == 3)
     storage = TensorStorage(config, share, Allocation(tiers, "nvme", [share.held], dtype, device_of(device)))
     storage.label = f"parameter '{name}'"
     twin = as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
@@ -172,7 +172,7 @@ def _twin(
     numel, dtype = place.kind.numel, place.kind.dtype
     shards = shards_of(place.shape, dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    share = Share(shards, ranks, partitioned)
+    share = LocalShard(shards, ranks, partitioned)
     first, count = 0, numel
     if share.partitioned:
         if not shards.is_one_part:

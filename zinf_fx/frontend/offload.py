@@ -47,8 +47,8 @@ from zinf_fx.runtime.memory.process import trim_heap
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import LocalParameter, local_part, made_of, placed_as, stored_in
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.quantised import Form, quantised_bytes
-from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, carry, take_implementation
 from zinf_fx.runtime.tensor.tensor_parallel import check_not_sharded, found_by_first, groups_of, with_ranks
@@ -196,7 +196,7 @@ def _reserved_twin(
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         if at is None and stays and (memory := _memory_on_device(part)) is not None:
             at = Allocation(tiers, "device", [numel], dtype, device, on_device=memory), 0
-        share = Share(shards, ranks, placement.stage == 3)
+        share = LocalShard(shards, ranks, placement.stage == 3)
         at = at or (Allocation(tiers, placement.parameters, [share.held], dtype, device), 0)
         storage = TensorStorage(config, share, *at)
         storage.share.part_of = divided_over

@@ -29,8 +29,8 @@ from zinf_fx.runtime.tensor.local_parameter import (
     stored_in,
     stored_parameter,
 )
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.quantised import Form
-from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter, carried, carry
 from zinf_fx.runtime.tensor.tensor_parallel import check_distributed
@@ -321,7 +321,7 @@ def abstract_parameter(
     else:
         form = form_of(parameter, config, tables)
         form = form if form.quantised is not None else Form.of(part)
-    share = Share(Shards.of(form.numel, 1, config.on_nvme))
+    share = LocalShard(Shards.of(form.numel, 1, config.on_nvme))
     storage = TensorStorage(config, share, Allocation.unreserved(tier, [form.numel], form.dtype))
     storage.stands_for = None if stored is None else stored.stored
     device = torch.device("cpu") if part.is_meta else part.device

@@ -28,7 +28,7 @@ from zinf_fx.runtime.gradients.state import GradientState, state_of
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.local_parameter import local_part
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_scales, new_states
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -397,7 +397,7 @@ class ParameterStates:
             mine = space if space is not None and space.dtype == dtype else new_states([storage], dtype)[0]
         else:  # of many ranks, all have the same
             tier, count = storage.placement.optimizer, shape.numel()
-            share = Share(Shards.of(count, 1, storage.placement.on_nvme))
+            share = LocalShard(Shards.of(count, 1, storage.placement.on_nvme))
             mine = TensorStorage(storage.config, share, Allocation(storage.tiers, tier, [count], dtype, storage.device))
         self._keep(name, StoredTensor.of(mine, shape or parameter.shape, parameter.device))
 

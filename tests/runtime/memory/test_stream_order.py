@@ -18,7 +18,7 @@ from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.execute.tiles import WholeTile
 from zinf_fx.runtime.memory.device import CPU, Cuda, device_of
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -47,7 +47,7 @@ class Tiles:
         self.tiers.plan(MemoryRegions(device=2 * NBYTES), 0, [self.device])
         self.storage = TensorStorage(
             config,
-            Share(Shards.of(count * COUNT, 1, True)),
+            LocalShard(Shards.of(count * COUNT, 1, True)),
             Allocation(self.tiers, tier, [count * COUNT], torch.float32, self.device),
         )
         window = self.storage.settled().window(load=False)

@@ -17,7 +17,7 @@ from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.execute.tiles import TileState, WholeTile
 from zinf_fx.runtime.memory.device import CPU
 from zinf_fx.runtime.tensor.allocation import Allocation, Follower
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.stored_tile import StoredTile
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -31,7 +31,7 @@ def storage(tmp_path: Path) -> TensorStorage:
     """In the store, full of zeros."""
     config = Config(store=tmp_path, placement="nvme", host_memory="4MiB")
     found = TensorStorage(
-        config, Share(Shards.of(COUNT, 1, True)), Allocation(Tiers(config), "nvme", [COUNT], torch.float32, CPU)
+        config, LocalShard(Shards.of(COUNT, 1, True)), Allocation(Tiers(config), "nvme", [COUNT], torch.float32, CPU)
     )
     found.set(torch.zeros(COUNT))
     found.tiers.drain()

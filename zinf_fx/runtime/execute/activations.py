@@ -13,7 +13,7 @@ from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.memory.device import device_of
 from zinf_fx.runtime.ranks import ALONE, Ranks
 from zinf_fx.runtime.tensor.allocation import Allocation
-from zinf_fx.runtime.tensor.share import Share
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.storage import TensorStorage
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -62,7 +62,7 @@ class ActivationSlots:
         device = device_of(self._devices[index])
         ranks = self._ranks if tile.partitioned else ALONE
         shards = Shards.of(tile.shape[0], ranks.shards, self._config.own_placement.on_nvme)
-        share = Share(shards, ranks, tile.partitioned)
+        share = LocalShard(shards, ranks, tile.partitioned)
         return TensorStorage(self._config, share, Allocation(tiers, tile.tier, [share.held], tile.dtype, device))
 
 

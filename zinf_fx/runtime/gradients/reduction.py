@@ -12,7 +12,7 @@ import torch
 from zinf_fx.plan.sharding import Segment
 from zinf_fx.runtime.ranks import Collective
 from zinf_fx.runtime.recorder import RECORDER
-from zinf_fx.runtime.tensor.share import Share, by_ranks
+from zinf_fx.runtime.tensor.local_shard import LocalShard, by_ranks
 from zinf_fx.runtime.tensor.storage import TensorStorage
 
 _blocks = 0  # of no_sync that are open; autograd runs backward of CUDA graphs in a thread of its own
@@ -34,7 +34,7 @@ def no_sync() -> Iterator[None]:
         _blocks -= 1
 
 
-def synchronises(share: Share) -> bool:
+def synchronises(share: LocalShard) -> bool:
     """Whether a backward pass reduces the gradient of the parameter that this is the share of now."""
     wrapper = None if share.wrapper is None else share.wrapper()
     return not _blocks and (wrapper is None or wrapper.require_backward_grad_sync)

@@ -10,8 +10,8 @@ import torch
 from zinf_fx.errors import StoredTensorError
 from zinf_fx.runtime.gradients.reduction import synchronises
 from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.pending_gradient import GradientState
-from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage, new_storages
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
@@ -67,7 +67,7 @@ def consume_gradient(parameter: StoredTensor, dtype: torch.dtype) -> None:
     storage = parameter.stored
     why = _CONSUMED.format(tuple(parameter.shape))
     nothing = Allocation.unreserved(storage.placement.gradients, [storage.numel], dtype, why=why)
-    stored = TensorStorage(storage.config, Share(storage.share.shards), nothing)
+    stored = TensorStorage(storage.config, LocalShard(storage.share.shards), nothing)
     stored.gradient_state = GradientState.CONSUMED
     parameter.grad = StoredTensor.of(stored, parameter.shape, parameter.device)
 

@@ -24,8 +24,8 @@ from zinf_fx.runtime.memory.host import aligned_empty, memory_of_file, octets
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.recorder import RECORDER, REFRESH
 from zinf_fx.runtime.tensor.allocation import Allocation
+from zinf_fx.runtime.tensor.local_shard import LocalShard, Refresh
 from zinf_fx.runtime.tensor.pending_gradient import GradientState, PendingGradient
-from zinf_fx.runtime.tensor.share import Refresh, Share
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes
 from zinf_fx.runtime.tensor.tiers import Tiers
 from zinf_fx.sizes import pieces_of
@@ -41,7 +41,7 @@ def new_key() -> int:
     return next(_keys)
 
 
-def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[Share]) -> None:
+def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[LocalShard]) -> None:
     """Wait until nothing that goes on in the background is about to change the bytes of storages of the same tiers.
 
     `keys`, `shares`: theirs. Raises: StoreError in another process.
@@ -68,7 +68,7 @@ class TensorStorage:
             counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and
             backward.
         config: that of the model the tensor belongs to, with the placement decided.
-        share: what this rank has of the elements.
+        share: this rank's local shard of the elements, or all of them.
         gradient: what is known of that of a parameter.
         gradient_state: of a gradient: see [Note: states of gradients].
         label: what users know the tensor by.
@@ -83,7 +83,7 @@ class TensorStorage:
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
-    def __init__(self, config: Config, share: Share, allocation: Allocation, member: int = 0) -> None:
+    def __init__(self, config: Config, share: LocalShard, allocation: Allocation, member: int = 0) -> None:
         """The storage whose bytes are a member of an allocation, which has room for what this rank holds."""
         self.config, self.share = config, share
         self.gradient: PendingGradient[Any] = PendingGradient()
@@ -315,7 +315,7 @@ def new_storages(
     for storage in storages:
         share = storage.share
         shards = share.shards if elements == 1 else share.shards.in_blocks(elements)
-        shares.append(new := Share(shards, share.ranks, partitioned))
+        shares.append(new := LocalShard(shards, share.ranks, partitioned))
         new.part_of = share.part_of
     allocation = Allocation(first.tiers, tier, [share.held for share in shares], dtype, first.device)
     both = zip(storages, shares, strict=True)

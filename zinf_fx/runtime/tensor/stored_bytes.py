@@ -56,7 +56,7 @@ class StoredBytes:
     def in_memory(self) -> torch.Tensor:
         """All of them, where they live: on the device or in host memory."""
         memory = self.on_device if self.on_device is not None else self._in_host
-        assert memory is not None, "only tensors in memory are updated in shares"
+        assert memory is not None, "only tensors in memory are updated in shards"
         return memory
 
     @property

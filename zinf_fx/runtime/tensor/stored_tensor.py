@@ -31,6 +31,7 @@ from zinf_fx.runtime.memory.device import check_device, device_of
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.distributed_checkpoint import Checkpointable
 from zinf_fx.runtime.tensor.eager_reads import note_eager_read
+from zinf_fx.runtime.tensor.local_shard import LocalShard
 from zinf_fx.runtime.tensor.operations import (
     HANDLERS,
     HORIZONTAL,
@@ -45,7 +46,6 @@ from zinf_fx.runtime.tensor.operations import (
 )
 from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
-from zinf_fx.runtime.tensor.share import Share
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
     Base,
@@ -479,7 +479,7 @@ def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: tor
         if dtype != tensor.base.dtype or tensor.views or value is not None:
             shards = shards_of(shape, dtype, share.ranks.shards, storage.config, shards.owner)
         source = tensor.gathered() if value is None else value
-    mine = Share(shards, share.ranks, share.partitioned)
+    mine = LocalShard(shards, share.ranks, share.partitioned)
     twin = TensorStorage(storage.config, mine, Allocation(storage.tiers, storage.tier, [mine.held], form.dtype, target))
     twin.set(source)
     twin.share.take_state(share)
@@ -496,7 +496,7 @@ def stored_as(tensor: S, quantised: Quantised) -> S:
     storage, share = tensor.stored, tensor.stored.share
     shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
     shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
-    mine = Share(shards, share.ranks, share.partitioned)
+    mine = LocalShard(shards, share.ranks, share.partitioned)
     allocation = Allocation(storage.tiers, storage.tier, [mine.held], dtype, device_of(tensor.device))
     twin = TensorStorage(storage.config, mine, allocation)
     twin.label = storage.label

@@ -14,7 +14,7 @@ from zinf_fx.errors import RanksError
 from zinf_fx.plan.packs import spaced
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.runtime.memory.arena import CachedViews
-from zinf_fx.runtime.tensor.share import Refresh
+from zinf_fx.runtime.tensor.local_shard import Refresh
 from zinf_fx.runtime.tensor.storage import TensorStorage, begin_refresh, new_key, settle
 from zinf_fx.runtime.tensor.stored_bytes import StoredBytes, runs_of, side_by_side
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window

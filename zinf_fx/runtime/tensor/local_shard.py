@@ -14,13 +14,13 @@ from zinf_fx.plan.sharding import Shards
 from zinf_fx.runtime.ranks import ALONE, Collective, Ranks
 
 
-class Share:
+class LocalShard:
     """This rank's part in the elements of one stored tensor.
 
     [Note: shards in storages]
     Of a partitioned tensor, a rank holds its shard alone; `position` says where in it an element is. Where every rank
-    has all elements, but each updates its own share only (ZeRO, stages 1 and 2), the tensor is `stale` from an update
-    until the other shares are gathered, before the next look at the whole.
+    has all elements, but each updates its own shard only (ZeRO, stages 1 and 2), the tensor is `stale` from an update
+    until the other shards are gathered, before the next look at the whole.
 
     Attributes:
         ranks: over which the tensor is divided into `shards`.
@@ -64,8 +64,8 @@ class Share:
 
     @property
     def in_shares(self) -> bool:
-        """Whether each rank has the present version of its own share only. All ranks answer alike, also where one's
-        share is the whole of a small tensor: collectives depend on it."""
+        """Whether each rank has the present version of its own shard only. All ranks answer alike, also where one's
+        shard is the whole of a small tensor: collectives depend on it."""
         return self.partitioned or self.stale
 
     @property
@@ -94,12 +94,12 @@ class Share:
         for collective in collectives:
             collective.wait()
 
-    def take_state(self, other: Share) -> None:
-        """Be what `other` is: of the same tensor under another dtype, shape or device, with its value."""
+    def take_state(self, other: LocalShard) -> None:
+        """Take over what is known of `other`, of the same tensor under another dtype, shape or device."""
         self.agreed, self.part_of, self.wrapper = other.agreed, other.part_of, other.wrapper
 
     def settle(self) -> None:
-        """Wait until the shares of others that are on their way are there."""
+        """Wait until the shards of others that are on their way are there."""
         if (refreshing := self.refreshing) is not None:
             refreshing.wait()  # one that failed stays: the values are lost, and every later access says so
             self.refreshing = None
@@ -108,12 +108,12 @@ class Share:
 class Refresh:
     """Fills memory that has elements of all shards with those that other ranks updated.
 
-    The shares of several tensors, of one segment each, are gathered in one collective; of one, those of each segment by
+    The shards of several tensors, of one segment each, are gathered in one collective; of one, those of each segment by
     itself, to where they live.
     """
 
-    def __init__(self, tensors: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
-        """Start to gather the elements of each tensor, by its share. `name`: for errors."""
+    def __init__(self, tensors: Sequence[tuple[LocalShard, torch.Tensor]], name: str) -> None:
+        """Start to gather the elements of each tensor, by its local shard. `name`: for errors."""
         self._collectives: list[Collective] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of what is gathered somewhere else
         if len(tensors) > 1:
@@ -128,7 +128,7 @@ class Refresh:
                 self._copies.append((target, full[: one.count]))
             self._collectives.append(share.ranks.all_gather(full, mine, name, one.owner))
 
-    def _gather_together(self, tensors: Sequence[tuple[Share, torch.Tensor]], name: str) -> None:
+    def _gather_together(self, tensors: Sequence[tuple[LocalShard, torch.Tensor]], name: str) -> None:
         ranks = tensors[0][0].ranks
         *starts, end = accumulate((share.shards.size for share, _ in tensors), initial=0)
         full = tensors[0][1].new_empty(ranks.shards, end)
@@ -139,7 +139,7 @@ class Refresh:
         self._collectives.append(ranks.all_gather(full.view(-1), full[ranks.shard], name))
 
     def wait(self) -> None:
-        """Return when every share is there."""
+        """Return when every shard is there."""
         for collective in self._collectives:
             collective.wait()
         if self._copies:
