@@ -17,7 +17,7 @@ from zinf_fx.checkpoint.entries import COMPOSED, FORMATS, SHAPES, ModuleEntry, O
 from zinf_fx.checkpoint.export import ShardWriter, commit, in_groups, reserve, shards_for
 from zinf_fx.checkpoint.files import FILES, LOCK, appear, opened, refusals, unfinished
 from zinf_fx.checkpoint.manifest import Manifest, SavedPiece, SavedTensor, check_files
-from zinf_fx.checkpoint.safetensors_format import Kind
+from zinf_fx.checkpoint.safetensors_format import TensorInfo
 from zinf_fx.checkpoint.values import decode
 from zinf_fx.errors import CheckpointError
 from zinf_fx.native.engine import File
@@ -166,7 +166,7 @@ def to_safetensors(
     every = values_in(source, manifest, part)
     tensors = {name.removeprefix(f"{part}/"): every[name] for name in mine}
     check_files(source, manifest)
-    kinds = {name: Kind(values.dtype, values.shape) for name, values in tensors.items()}
+    kinds = {name: TensorInfo(values.dtype, values.shape) for name, values in tensors.items()}
     groups = in_groups(kinds, limit)
     with ExitStack() as rooms:
         folder = rooms.enter_context(unfinished(target, FILES))

@@ -65,7 +65,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalShard:
+class TensorShard:
     """This rank's shard of a tensor. The shard of a quantised tensor has its bytes: what is loaded is what was saved.
 
     Attributes:
@@ -78,7 +78,7 @@ class LocalShard:
     box: Box
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, what: str) -> LocalShard:
+    def of(cls, tensor: torch.Tensor, what: str) -> TensorShard:
         """Return the shard of any tensor. Raises: CheckpointError for one without values, or of a class of its own."""
         local = local_part(tensor)
         if isinstance(local, StoredTensor) and local.quantised is not None:
@@ -246,7 +246,7 @@ class ShardRange:
     """Consecutive elements of a shard, under the name of its tensor."""
 
     name: str
-    shard: LocalShard
+    shard: TensorShard
     elements: range
 
     @property
@@ -255,7 +255,7 @@ class ShardRange:
         return len(self.elements) * self.shard.dtype.itemsize
 
     def in_chunks(self) -> list[ShardRange]:
-        """Divide it as `LocalShard.chunks` does."""
+        """Divide it as `TensorShard.chunks` does."""
         return [ShardRange(self.name, self.shard, elements) for elements in self.shard.chunks(self.elements)]
 
 
@@ -460,7 +460,7 @@ def read_pieces(
 
 
 class Target(Protocol):
-    """What elements of a tensor are read into, such as a `LocalShard`."""
+    """What elements of a tensor are read into, such as a `TensorShard`."""
 
     @property
     def box(self) -> Box:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zinf_fx import cuda
-from zinf_fx.checkpoint.copying import LocalShard
+from zinf_fx.checkpoint.copying import TensorShard
 from zinf_fx.checkpoint.manifest import SavedTensor
 from zinf_fx.checkpoint.models import by_plain_name, plain_names, unwrapped
 from zinf_fx.checkpoint.values import decode, encode
@@ -67,7 +67,7 @@ class Collected:
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
-        self.tensors: dict[str, LocalShard] = {}
+        self.tensors: dict[str, TensorShard] = {}
         self.same: dict[str, str] = {}
         self._names: dict[tuple, str] = {}
 
@@ -77,7 +77,7 @@ class Collected:
             raise CheckpointError(f"{name!r} can't be saved: its name has characters that can't be printed; rename it")
         if name in self.tensors or name in self.same:
             raise CheckpointError(f"two tensors to save have the name '{name}': rename one")
-        shard = LocalShard.of(tensor, name)
+        shard = TensorShard.of(tensor, name)
         first = self._names.setdefault(shard.identity, name)
         if first == name:
             self.tensors[name] = shard
@@ -111,7 +111,7 @@ class Matching:
         """`left_out`: names of entries."""
         self.left_out = tuple(f"{name}/" for name in left_out)
         self.rank, self.ranks, self.ranks_then = rank, ranks, ranks_then
-        self.targets: list[tuple[SavedTensor, LocalShard]] = []
+        self.targets: list[tuple[SavedTensor, TensorShard]] = []
         self.begin: list[Callable[[], None]] = []
         self.end: list[Callable[[], object]] = []
         self.differences: list[str] = []
@@ -153,7 +153,7 @@ class Matching:
         if name not in self._saved:
             self._of_tensors.append(f"'{name}' is not in the checkpoint")
             return
-        saved, shard = self._saved[name], LocalShard.of(tensor, name)
+        saved, shard = self._saved[name], TensorShard.of(tensor, name)
         if saved.shape != shard.shape:
             self._of_tensors.append(f"'{name}' has shape {shard.shape}, and {saved.shape} in the checkpoint")
         elif saved.dtype != shard.dtype:

@@ -20,7 +20,7 @@ from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.copying import values_of
 from zinf_fx.checkpoint.files import FILES, LOCK, Files, appear, make_file, refusals, unfinished
 from zinf_fx.checkpoint.models import Everyone, names_of_tied, tensors_of, together, unwrapped
-from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, check_dtype, layout
+from zinf_fx.checkpoint.safetensors_format import TensorInFile, TensorInfo, check_dtype, layout
 from zinf_fx.config import parse_bytes
 from zinf_fx.interrupts import held_back, let_through
 from zinf_fx.runtime.memory.host import octets
@@ -55,7 +55,7 @@ def export(model: torch.nn.Module, directory: Path, limit: int, files: Files = F
     tensors = tensors_of(model)
     everyone = Everyone(wrapped, tensors.values())
     written = {names[0]: tensors[names[0]] for names in names_of_tied(model, tensors)}
-    kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
+    kinds = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
     groups = in_groups(kinds, limit)
     with ExitStack() as stack:
         with together("reserving room for weights", *everyone.ranks):
@@ -114,10 +114,10 @@ class Shard:
         return len(self.begin) + sum(place.kind.nbytes for place in self.places.values())
 
 
-def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
+def in_groups(kinds: Mapping[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:
     """Divide tensors, in their order, into as many per file as stay within the limit together. Raises: CheckpointError
     for a dtype that such files can't have."""
-    groups: list[dict[str, Kind]] = [{}]
+    groups: list[dict[str, TensorInfo]] = [{}]
     nbytes = 0
     for name, kind in kinds.items():
         check_dtype(kind.dtype, f"'{name}'")
@@ -129,7 +129,7 @@ def in_groups(kinds: Mapping[str, Kind], limit: int) -> list[dict[str, Kind]]:
     return groups
 
 
-def shards_for(groups: list[dict[str, Kind]], folder: Path, directory: Path) -> list[Shard]:
+def shards_for(groups: list[dict[str, TensorInfo]], folder: Path, directory: Path) -> list[Shard]:
     """Return the files in `folder`, under names that no shard in `directory` has."""
     taken = {int(match[1] or 1) for match in map(_SHARD.fullmatch, _names_in(directory)) if match}
     number = next(number for number in itertools.count(1) if number not in taken)

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.arguments import check_path
-from zinf_fx.checkpoint.copying import LocalShard, fill, read_pieces
+from zinf_fx.checkpoint.copying import TensorShard, fill, read_pieces
 from zinf_fx.checkpoint.entries import (
     LOADED_IN_PART,
     OPTIMIZER,
@@ -189,7 +189,7 @@ def _read(directory: Path, manifest: Manifest, matching: Matching, unwritten: Se
             change()
 
 
-def _first_place(target: tuple[SavedTensor, LocalShard]) -> tuple[int, int]:
+def _first_place(target: tuple[SavedTensor, TensorShard]) -> tuple[int, int]:
     return min(((piece.file, piece.offset) for shard in target[0].boxes for piece in shard.pieces), default=(0, 0))
 
 

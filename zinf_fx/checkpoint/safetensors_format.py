@@ -54,7 +54,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorInfo:
     """What a tensor in a file is: its dtype and shape."""
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class TensorInFile:
     """
 
     path: Path
-    kind: Kind
+    kind: TensorInfo
     offset: int
     quantised: Quantised | None = None
 
@@ -162,7 +162,7 @@ def beginning(header: Mapping[str, object], alignment: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def layout(kinds: Mapping[str, Kind], path: Path) -> tuple[bytes, dict[str, TensorInFile]]:
+def layout(kinds: Mapping[str, TensorInfo], path: Path) -> tuple[bytes, dict[str, TensorInFile]]:
     """Return what a file at `path` with such tensors begins with, and where each is in it, in the order of their
     bytes."""
     by_alignment = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)  # stable
@@ -204,6 +204,6 @@ def places_in(path: Path) -> dict[str, TensorInFile]:
                 f"'{name}' in '{path}' has dtype {entry['dtype']}, which torch doesn't have: load it with the library "
                 "that wrote it"
             )
-        kind = Kind(dtype, tuple(entry["shape"]))
+        kind = TensorInfo(dtype, tuple(entry["shape"]))
         places[name] = TensorInFile(path, kind, 8 + length + entry["data_offsets"][0])
     return places

@@ -22,7 +22,7 @@ from zinf_fx.arguments import check_path
 from zinf_fx.checkpoint import manifest as names
 from zinf_fx.checkpoint.background import BackgroundCopy, Pace
 from zinf_fx.checkpoint.catalog import discard_all, proven_in
-from zinf_fx.checkpoint.copying import IN_FLIGHT, LocalShard, ShardRange, Transfer, copy
+from zinf_fx.checkpoint.copying import IN_FLIGHT, ShardRange, TensorShard, Transfer, copy
 from zinf_fx.checkpoint.entries import Collected, StateEntries, between_steps, modules_in, state_entries, unwritten_in
 from zinf_fx.checkpoint.files import FILES, Files, locked, make_directory, make_file, opened, refusals, sync
 from zinf_fx.checkpoint.manifest import (
@@ -441,7 +441,7 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor's name, its box's offsets and shape, and the first element and the one behind the last."""
 
 
-def divided(ranks: Ranks, tensors: Mapping[str, LocalShard]) -> list[ShardRange]:
+def divided(ranks: Ranks, tensors: Mapping[str, TensorShard]) -> list[ShardRange]:
     """Return the elements that this rank saves, of those that it has.
 
     What several ranks have is saved by the one that has least to save so far, if it is stored, and by the first, if it

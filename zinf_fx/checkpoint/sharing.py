@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zinf_fx.checkpoint.copying import LocalShard, Read, ShardRange, read_pieces
+from zinf_fx.checkpoint.copying import Read, ShardRange, TensorShard, read_pieces
 from zinf_fx.checkpoint.entries import LARGEST, Matching
 from zinf_fx.checkpoint.files import Files
 from zinf_fx.checkpoint.manifest import Manifest, SavedFile, SavedPiece, SavedTensor, rank_of
@@ -230,7 +230,7 @@ class Snapshot:
 
         Raises: SnapshotError.
         """
-        clones: dict[LocalShard, LocalShard] = {}
+        clones: dict[TensorShard, TensorShard] = {}
         kept, ranges_of, left = [], {}, LARGEST
         for piece in self.copied:
             shard = piece.shard
@@ -284,7 +284,7 @@ _SMALL = 128 << 10
 
 
 @dataclass(frozen=True, eq=False)
-class KeptShard(LocalShard):
+class KeptShard(TensorShard):
     """A shard whose bytes are read as a snapshot keeps them.
 
     Attributes:
@@ -323,7 +323,7 @@ class KeptShard(LocalShard):
         return self.first + elements.start * self.dtype.itemsize, len(elements) * self.dtype.itemsize
 
 
-_Target = tuple[SavedTensor, LocalShard]
+_Target = tuple[SavedTensor, TensorShard]
 
 
 class _Placed(NamedTuple):
@@ -451,7 +451,7 @@ class ZeroCopyLoad:
         self._names.update(names)
         return in_files
 
-    def _placed(self, saved: SavedTensor, shard: LocalShard) -> list[_Placed] | None:
+    def _placed(self, saved: SavedTensor, shard: TensorShard) -> list[_Placed] | None:
         """Return the pieces of a target, if they are all that is wanted of it, and in data files of this rank."""
         shards = [metadata for metadata in saved.boxes if metadata.box == shard.box]
         if len(shards) != 1:

@@ -17,7 +17,7 @@ from zinf_fx.checkpoint.files import lies_within
 from zinf_fx.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, check_files, manifest_of
 from zinf_fx.checkpoint.models import Everyone, as_named, names_of_tied, tensors_of, together, unwrapped
 from zinf_fx.checkpoint.quantised_weights import Published, PublishedElements, as_published
-from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFiles, places_in
+from zinf_fx.checkpoint.safetensors_format import TensorInFile, TensorInfo, WeightFiles, places_in
 from zinf_fx.config import shortened
 from zinf_fx.errors import CheckpointError, ZinfError
 from zinf_fx.interrupts import held_back, let_through
@@ -237,7 +237,7 @@ def located(
             how = formats.get(name)
             quantised = None if how is None else of_format(how)
             file, offset = _in_one_piece(path, manifest, saved)
-            places[name] = TensorInFile(file, Kind(saved.dtype, saved.shape), offset, quantised)
+            places[name] = TensorInFile(file, TensorInfo(saved.dtype, saved.shape), offset, quantised)
     return as_named(model, places, wanted)
 
 

@@ -13,7 +13,7 @@ from zinf_fx.arguments import check_model, check_path
 from zinf_fx.checkpoint.entries import listed
 from zinf_fx.checkpoint.models import by_plain_name, together, unwrapped
 from zinf_fx.checkpoint.quantised_weights import Published
-from zinf_fx.checkpoint.safetensors_format import Kind, TensorInFile, WeightFiles
+from zinf_fx.checkpoint.safetensors_format import TensorInFile, TensorInfo, WeightFiles
 from zinf_fx.checkpoint.weights import check_format, fill, located, quantised_as
 from zinf_fx.config import Config
 from zinf_fx.errors import CheckpointError, ConfigError
@@ -235,7 +235,7 @@ def _check_fit(
     for name, buffer in buffers.items():
         if isinstance(buffer, DTensor):
             wrong.append(f"'{name}' of the model is a DTensor, and only whole buffers are read")
-        elif name in in_files and (mine := str(Kind(buffer.dtype, tuple(buffer.shape)))) != (
+        elif name in in_files and (mine := str(TensorInfo(buffer.dtype, tuple(buffer.shape)))) != (
             theirs := str(in_files[name])
         ):
             wrong.append(f"'{name}' is {theirs}, and {mine} in the model")

@@ -39,7 +39,7 @@ class StreamedStep:
     """One step of `optimizer`, by the arithmetic of class `kind`, over the parameters that `add` is called with.
 
     Everything that decides the result is read at construction and in `add`. From the first `add` on, it is the
-    `Background` of the parameters' tiers; `close` says that no more come. It is over when all are updated and in the
+    `BackgroundWork` of their tiers; `close` says that no more come. It is over when all are updated and in the
     store.
 
     Attributes:
@@ -288,7 +288,7 @@ class StreamedStep:
 
     @property
     def asks(self) -> bool:
-        """Whether it is the step itself that asks: see `Background`."""
+        """Whether it is the step itself that asks: see `BackgroundWork`."""
         worker = self._worker  # which another thread may change
         return worker is not None and (worker == get_ident() or serves(worker))
 

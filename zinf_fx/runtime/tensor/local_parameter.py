@@ -30,7 +30,7 @@ from zinf_fx.runtime.tensor.stored_tensor import (
     hook_gradient,
     take_implementation,
 )
-from zinf_fx.runtime.tensor.views import Kind
+from zinf_fx.runtime.tensor.views import TensorMetadata
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class LocalParameter(StoredTensor):
         return parameter
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, kind: Kind, outer_size: Any, outer_stride: Any) -> LocalParameter:
+    def __tensor_unflatten__(inner: dict, kind: TensorMetadata, outer_size: Any, outer_stride: Any) -> LocalParameter:
         base, _, _ = kind
         return LocalParameter(inner["token"], base._replace(shape=outer_size))
 

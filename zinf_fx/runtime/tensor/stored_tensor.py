@@ -49,7 +49,7 @@ from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
     Base,
-    Kind,
+    TensorMetadata,
     ViewStep,
     memory_of,
     note_gathered,
@@ -76,7 +76,7 @@ class StoredTensor(Checkpointable):
     _storage: TensorStorage | None
     _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
-    _kind: Kind | None = None  # for __tensor_flatten__
+    _kind: TensorMetadata | None = None  # for __tensor_flatten__
     lease: object = None  # that of its storage
     _carried: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
@@ -132,14 +132,14 @@ class StoredTensor(Checkpointable):
 
     # -- traceable wrapper subclass: identity goes in the token, never in the context -------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], Kind]:
+    def __tensor_flatten__(self) -> tuple[list[str], TensorMetadata]:
         kind = self._kind
         if kind is None:
-            self._kind = kind = Kind.of(self.base, self.dtype, self.views)
+            self._kind = kind = TensorMetadata.of(self.base, self.dtype, self.views)
         return ["token"], kind
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, kind: Kind, outer_size: Any, outer_stride: Any) -> StoredTensor:
+    def __tensor_unflatten__(inner: dict, kind: TensorMetadata, outer_size: Any, outer_stride: Any) -> StoredTensor:
         base, dtype, views = kind
         if not views:
             return StoredTensor(inner["token"], base._replace(shape=outer_size))

@@ -28,7 +28,7 @@ from zinf_fx.runtime.tensor.write_queue import WriteQueue
 from zinf_fx.sizes import blocks
 
 
-class Background(Protocol):
+class BackgroundWork(Protocol):
     """Work that changes stored tensors between the operators of graphs. Whoever looks at one of them waits for it."""
 
     @property
@@ -75,7 +75,7 @@ class Tiers:
         self.host = Arena("host", config.host_memory or limit.nbytes)
         self._is_limited = limit.by_group
         self.counters = Counters()
-        self.background: Background | None = None
+        self.background: BackgroundWork | None = None
         self._ahead: weakref.ref[Ahead] | None = None
         self._on_devices: dict[Device, DeviceArena] = {}
         self.planned_peak = 0

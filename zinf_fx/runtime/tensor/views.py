@@ -68,7 +68,7 @@ class Base(NamedTuple):
         return self
 
 
-class Kind(tuple):
+class TensorMetadata(tuple):
     """What `__tensor_flatten__` says of a stored tensor besides its token: its base, its dtype, and its views.
 
     Dynamo keeps a copy for each parameter, and compares it with the parameter's at every call. To whoever copies it,
@@ -78,18 +78,18 @@ class Kind(tuple):
     __slots__ = ()
 
     @classmethod
-    def of(cls, base: Base, dtype: torch.dtype, views: tuple[ViewStep, ...]) -> Kind:
+    def of(cls, base: Base, dtype: torch.dtype, views: tuple[ViewStep, ...]) -> TensorMetadata:
         """That of a tensor with these; of tensors without views it is the same object. Without views, the tensor's
         size says the shape: a parameter's kind is the same in every layer."""
         return cls((base, dtype, views)) if views else _kind_of(base._replace(shape=None), dtype)
 
-    def __deepcopy__(self, memo: dict) -> Kind:
+    def __deepcopy__(self, memo: dict) -> TensorMetadata:
         return self
 
 
 @lru_cache(maxsize=64)
-def _kind_of(base: Base, dtype: torch.dtype) -> Kind:
-    return Kind((base, dtype, ()))
+def _kind_of(base: Base, dtype: torch.dtype) -> TensorMetadata:
+    return TensorMetadata((base, dtype, ()))
 
 
 def memory_of(whole: torch.Tensor, value: torch.Tensor) -> torch.UntypedStorage:
