@@ -96,6 +96,23 @@ def large() -> Training:
     return layers, (torch.randn(2, 512),)
 
 
+class Backwards(nn.Module):
+    """Layers that are used in the opposite order of that in which they are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x).relu()
+        return x
+
+
+def backwards() -> Training:
+    return Backwards(), (torch.randn(2, 512),)
+
+
 def train(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: zinf_fx.optim.AdamW) -> None:
     output = model(*inputs)
     (output if output.dim() == 0 else output.square().mean()).backward()
@@ -105,14 +122,14 @@ def train(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: zinf_fx
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("make", [small, large])
+@pytest.mark.parametrize("make", [small, large, backwards])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_runs_the_chunks_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Training], placement: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     model, inputs = make()
-    inputs = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+    inputs = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
     pack = "auto" if make is small else None
     model = zinf_fx.offload(model.to(dtype), store=tmp_path, placement=placement, chunk=LEAST_CHUNK, pack=pack)
     optimizer, recorded = zinf_fx.optim.AdamW(model.parameters()), _Recorded(model, monkeypatch)

@@ -258,8 +258,8 @@ def _drop(memory: ChunkMemory, opened: deque[OpenChunk]) -> None:
 class ChunkQueue:
     """Parameters that came are cut into chunks, and these opened some ahead of the update.
 
-    Chunks are in the order in which their tensors were made, which is about the order in which forward will ask for
-    them; of parameters that come one by one, whatever fills a chunk goes first.
+    Chunks are in the order of a plan's update, in which forward will ask for their parameters; without a plan, in that
+    in which these were stored. Of parameters that come one by one, whatever fills a chunk goes first.
 
     Attributes:
         memory: what they pass through.

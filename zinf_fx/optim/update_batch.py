@@ -15,7 +15,7 @@ from zinf_fx.optim.arithmetic import State, same_objects, values_of
 from zinf_fx.optim.chunks import Chunk
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
 from zinf_fx.optim.slices import SliceStates, Update, UpdateKind
-from zinf_fx.optim.states import ParameterStates, by_allocation
+from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.chunks import AT_A_TIME, Member, cut
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.allocation import Allocation
@@ -124,7 +124,7 @@ class UpdateBatch:
         return [update for update in self.updates if update.states.in_shares]
 
     def chunks(self, elements: int) -> list[Chunk]:
-        """The updates in chunks of at most so many elements, in the order in which their tensors were made."""
+        """The updates in chunks of at most so many elements, in the order of their parameters' places."""
         if self._chunks is None or self._chunks[0] != elements:
             self._chunks = elements, self._cut(elements)
         return self._chunks[1]
@@ -144,24 +144,28 @@ class UpdateBatch:
         for update in self.updates:
             by_kind.setdefault(update.group.kind, {})[update.states.parameter] = update
         for kind, updates in by_kind.items():
-            members = [updates[parameter] for parameter in chain.from_iterable(by_allocation(updates))]
+            members = [updates[parameter] for parameter in sorted(updates, key=_place)]
             if kind.whole:
                 wholes = [(update, range(update.states.parameter.numel())) for update in members]
                 for update, whole in wholes:
                     chunk = Chunk([SliceStates([update], [whole], is_last=True)])
-                    chunks.append((update.states.parameter.stored.key, chunk))
+                    chunks.append((_place(update.states.parameter), chunk))
                 continue
             place = 0
             joins = [False, *(update.states.joins(before.states) for before, update in pairwise(members))]
             sizes = [Member(update.states.updated, joined) for update, joined in zip(members, joins, strict=True)]
             for slices in cut(sizes, elements, AT_A_TIME):
-                place = max(place, members[slices[0].members.start].states.parameter.stored.key)
+                place = max(place, _place(members[slices[0].members.start].states.parameter))
                 updated = [
                     SliceStates(members[piece.members.start : piece.members.stop], piece.elements, piece.is_last)
                     for piece in slices
                 ]
                 chunks.append((place, Chunk(updated)))
         return [chunk for _, chunk in sorted(chunks, key=itemgetter(0))]
+
+
+def _place(parameter: StoredTensor) -> int:
+    return parameter.stored.place
 
 
 def _let_go_of_bytes(batch: UpdateBatch | None) -> None:

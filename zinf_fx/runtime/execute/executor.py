@@ -124,6 +124,7 @@ class Program(Stage):
         self.gathered: list[tuple[int, int]] = []  # tiles, and bytes of such values with the tiers of each
         self.planned_gradients = PlannedGradients(plan, schedule)
         self._order = CollectiveOrder(plan, kind)
+        self._places_updates = bool(plan.update.chunks)
 
     def __call__(self, arguments: list) -> tuple:
         with RUNNING.turn():
@@ -183,6 +184,9 @@ class Program(Stage):
         if self._here not in self._bound:
             self._bound[self._here] = bind(*self._graph, self._here, self._left_alone, self._regions)
         self._module = self._bound[self._here]
+        if self._places_updates:
+            self._places_updates = False
+            self._place_updates(parameters)
         waits = [event.tile for event in self.schedule.events if event.kind == "wait" and event.tile in in_place]
         self.inputs.values = {tile: parameters[tile].values for tile in waits}
         self.moved = [tile for tile in parameters if tile not in in_place]
@@ -191,6 +195,22 @@ class Program(Stage):
         for tile in waits:
             nbytes[first.setdefault(id(parameters[tile].tiers), tile)] += self.schedule.tiles[tile].nbytes
         self.gathered = list(nbytes.items())
+
+    def _place_updates(self, parameters: Mapping[int, StoredTile]) -> None:
+        """Have the optimizer update parameters in the order of the plan's update. They exchange their places among
+        them, so that those of other graphs stay where they are."""
+        tiles = self.plan.tiles
+        storages = {
+            name: storage
+            for number, stored in parameters.items()
+            for name, storage in zip(_parameters_of(tiles[number]), stored.members, strict=True)
+        }
+        slices = (part for chunk in self.plan.update.chunks for part in chunk.slices)
+        names = dict.fromkeys(_parameters_of(tiles[part.tile])[part.member] for part in slices)
+        ordered = [storages[name] for name in names if name in storages]
+        places = sorted(storage.place for storage in ordered)
+        for storage, place in zip(ordered, places, strict=True):
+            storage.place = place
 
     @property
     def is_followed(self) -> bool:
@@ -265,6 +285,10 @@ class Executor:
 
 EXECUTOR = Executor()
 os.register_at_fork(after_in_child=EXECUTOR._after_fork)
+
+
+def _parameters_of(tile: Tile) -> list[str]:
+    return [member.name for member in tile.members] or [tile.name]
 
 
 class Run:

@@ -72,6 +72,8 @@ class TensorStorage:
         gradient: what is known of that of a parameter.
         gradient_state: of a gradient: see [Note: states of gradients].
         label: what users know the tensor by.
+        place: of a parameter, among those that are updated in one step: in the order in which they were stored, or in
+            the one of the plans that they are in.
         lease: of a gradient, what every tensor with these bytes holds: see [Note: gradient buffers].
         stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
@@ -92,6 +94,7 @@ class TensorStorage:
         self._parts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.bytes = StoredBytes(allocation, range(member, member + 1), ())
         self.renew_key()
+        self.place = self.key
 
     def renew_key(self) -> None:
         """Go under a key that no storage had, with a token of its own: an old one stands for nothing."""
