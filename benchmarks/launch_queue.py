@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from modelled_time import Clock, Disk, Stream, Streams
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from zinf_fx.native import kernels
 from zinf_fx.optim import step
+from zinf_fx.optim.kernels import has_kernel
 from zinf_fx.optim.threads import BackgroundThread
 from zinf_fx.plan import packs
 from zinf_fx.plan.hardware import Hardware, Link, Memory
@@ -51,6 +53,8 @@ _NOT_LAUNCHED = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Bytes of the modelled disk: address space, of which no byte exists.
 _DISK = 1 << 44
+# Bytes of an element that is kept in each of a native kernel's ways, without scales.
+_ITEMSIZES = {kernels.FP32: 4, kernels.BF16: 2, kernels.FP16: 2, kernels.CODES: 1, kernels.SPLIT: 2}
 # Elements of tensors that are computed: an optimizer's numbers.
 _FEW = 16
 # Seconds between two looks at the other thread's clock.
@@ -131,12 +135,30 @@ class OnHost(TorchDispatchMode):
             return result
         result, written = self._result_of(func, flat, args, kwargs)
         read = sum(one.nbytes for one in tensors) - (written if func is aten.copy_.default else 0)
+        self._spend(read, written, began)
+        return result
+
+    def update(self, operands: Sequence[Any]) -> None:
+        """What a native kernel does with `struct zinf_operands`."""
+        began, read, written = time.thread_time(), 0, 0
+        for of_parameter in operands:
+            gradient, weight = of_parameter.gradient, of_parameter.weight
+            states = (of_parameter.exp_avg, of_parameter.exp_avg_sq, of_parameter.max_exp_avg_sq)
+            kept = [state for state in (of_parameter.master, *states) if state.values]
+            nbytes = of_parameter.count * sum(_ITEMSIZES[array.kind] for array in kept)
+            rounded = of_parameter.count * _ITEMSIZES[weight.kind] if weight.values else 0
+            read += nbytes + of_parameter.count * _ITEMSIZES[gradient.kind]
+            read += rounded if of_parameter.master.kind == kernels.SPLIT else 0
+            written += nbytes + rounded
+        self._spend(read, written, began)
+
+    def _spend(self, read: int, written: int, began: float) -> None:
+        """Bytes that are read and written take their time; what this took since `began` doesn't count."""
         seconds = self._memory.seconds(read, written)
         self.seconds += seconds
-        self.clock.spend(seconds + began - time.thread_time())  # what this took doesn't count
+        self.clock.spend(seconds + began - time.thread_time())
         if self.beside is not None:
             self.beside.keep_step()
-        return result
 
     def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
         """What an operation returns, without values, and the bytes that it writes."""
@@ -225,14 +247,26 @@ class LaunchQueue(TorchDispatchMode):
     def standing_in(self) -> Iterator[None]:
         """A block in which stored tensors of the CPU are computed with on this device."""
         before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread
+        update_adam = kernels.update_adam
+        for of_torch in (torch.optim.Adam, torch.optim.AdamW):  # compares values, of which there are none here
+            has_kernel(of_torch([torch.nn.Parameter(torch.zeros(1))], fused=True))
+
+        def update(options: Any, operands: Any, instructions: int, threads: int) -> None:
+            mode = _get_current_dispatch_mode()
+            if isinstance(mode, OnHost):
+                mode.update(operands)
+            else:
+                update_adam(options, operands, instructions, threads)
+
         MAKERS["cpu"] = lambda torch_device: self.device
-        packs.IN_HOST_MEMORY, step.BackgroundThread = frozenset(), StandInThread
+        packs.IN_HOST_MEMORY, step.BackgroundThread, kernels.update_adam = frozenset(), StandInThread, update
         try:
             with self:
                 self._entry = self._measured_entry()
                 yield
         finally:
             MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread = before, alone, beside
+            kernels.update_adam = update_adam
 
     def _measured_entry(self) -> float:
         """What an operation that isn't launched takes here longer than without this, as the clock sees it."""
