@@ -174,7 +174,7 @@ IN_HOST_MEMORY = {
 }
 
 
-@pytest.fixture(scope="module", params=[SMALL, LARGE], ids=["small", "large"])
+@pytest.fixture(scope="module", params=[SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "large"])
 def planner_for_16(request: pytest.FixtureRequest) -> Planner:
     return Planner(request.param, DGX_2, Optimizer())
 

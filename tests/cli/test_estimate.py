@@ -54,6 +54,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 # Output
 
 
+@pytest.mark.slow
 def test_golden_of_a_trillion_parameters_on_a_dgx_2(golden, capsys: pytest.CaptureFixture[str]):
     golden("estimate_trillion.txt", text(capsys, *TRILLION))
 

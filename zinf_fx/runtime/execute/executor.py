@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -197,17 +198,14 @@ class Program(Stage):
         self.gathered = list(nbytes.items())
 
     def _place_updates(self, parameters: Mapping[int, StoredTile]) -> None:
-        """Have the optimizer update parameters in the order of the plan's update. They exchange their places among
-        them, so that those of other graphs stay where they are."""
+        """Have the optimizer update parameters in the order of the plan's update, and those of a tile in the one in
+        which they are stored. They exchange their places among them, so that those of other graphs stay where they
+        are."""
         tiles = self.plan.tiles
-        storages = {
-            name: storage
-            for number, stored in parameters.items()
-            for name, storage in zip(_parameters_of(tiles[number]), stored.members, strict=True)
-        }
-        slices = (part for chunk in self.plan.update.chunks for part in chunk.slices)
-        names = dict.fromkeys(_parameters_of(tiles[part.tile])[part.member] for part in slices)
-        ordered = [storages[name] for name in names if name in storages]
+        stored = {tiles[number].name: tile for number, tile in parameters.items()}
+        names = dict.fromkeys(tiles[part.tile].name for chunk in self.plan.update.chunks for part in chunk.slices)
+        members = (stored[name].members for name in names if name in stored)
+        ordered = [storage for of_tile in members for storage in sorted(of_tile, key=attrgetter("place"))]
         places = sorted(storage.place for storage in ordered)
         for storage, place in zip(ordered, places, strict=True):
             storage.place = place
@@ -285,10 +283,6 @@ class Executor:
 
 EXECUTOR = Executor()
 os.register_at_fork(after_in_child=EXECUTOR._after_fork)
-
-
-def _parameters_of(tile: Tile) -> list[str]:
-    return [member.name for member in tile.members] or [tile.name]
 
 
 class Run:
