@@ -253,6 +253,8 @@ class Strange:
         ({"sampler": Strange()}, r"sampler.inner\[1\].callback is a builtins.builtin_function_or_method"),
         ({"gradients": 1}, "'gradients' is no name for what else is saved"),
         ({"value": torch.zeros(2, device="meta")}, "value is on the meta device"),
+        ({"value": torch.quantize_per_tensor(torch.zeros(2), 0.5, 0, torch.qint8)}, "value is of torch.qint8"),
+        ({"value": torch.quantize_per_tensor(torch.zeros(2000), 0.5, 0, torch.qint8)}, "value is of torch.qint8"),
     ],
 )
 def test_what_can_not_be_saved(job: Job, tmp_path: Path, extra: dict[str, Any], says: str):

@@ -228,6 +228,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a name of nothing": (lambda c: {**c, "same": [["model/a", "model/b"]]}, "the name of one that is not there"),
     "a name twice": (lambda c: {**c, "same": c["same"] * 2}, "has a tensor twice"),
     "a dtype of no elements": (lambda c: with_tensor(c, [4], [([0], [4])], dtype="load"), "'load' is no dtype"),
+    "a dtype with a scale": (lambda c: with_tensor(c, [4], [([0], [4])], dtype="qint8"), "'qint8' is no dtype"),
     "a file in another directory": (lambda c: with_file(c, path="d/thesis.tex"), "which is none that a save writes"),
     "a file of another name": (lambda c: with_file(c, path="lock"), "which is none that a save writes"),
     "the manifest as a file": (lambda c: with_file(c, path="manifest.json"), "which is none that a save writes"),

@@ -111,6 +111,11 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def check_has_values(tensor: torch.Tensor, what: str) -> None:
     """Raises: CheckpointError unless each element of the tensor lies somewhere, at a stride. `what`: the tensor."""
+    if tensor.is_quantized:
+        raise CheckpointError(
+            f"{what} is of {tensor.dtype}, whose values need a scale besides the elements: save its int_repr() and its "
+            "scale, or dequantize() it"
+        )
     if tensor.is_meta or tensor.layout != torch.strided:
         why = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise CheckpointError(f"{what} is {why}: only tensors with strided values are saved and loaded")

@@ -91,7 +91,7 @@ def encode(given: Any, what: str, keep: Keep) -> Any:
 def encode_tensor(tensor: torch.Tensor, what: str, keep: Keep) -> Any:
     """Return a tensor as JSON has it: its bytes, or where it is kept."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or tensor.is_meta or tensor.nbytes > INLINE:
+    if not plain or tensor.is_meta or tensor.is_quantized or tensor.nbytes > INLINE:
         return {"$kept": keep(tensor, what)}
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # `view` keeps the stride of one element
@@ -116,6 +116,14 @@ def decode(value: Any, find: Find) -> Any:
         raise CheckpointError(f"a value of the checkpoint, of kind {name[:60]!r}, can't be read: {error}") from error
 
 
+def _dtype(name: str) -> torch.dtype:
+    """Any dtype, also one of which no tensor is saved."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return dtype
+
+
 def _decode(name: str, content: Any, find: Find) -> Any:
     if name in _MAPPINGS:
         return _MAPPINGS[name]({decode(key, find): decode(item, find) for key, item in content})
@@ -133,7 +141,7 @@ def _decode(name: str, content: Any, find: Find) -> Any:
     if name == "complex":
         return complex(*(decode(item, find) for item in content))
     if name == "dtype":
-        return dtypes()[content]
+        return _dtype(content)
     if name == "device":
         return torch.device(content)
     if name == "tensor":

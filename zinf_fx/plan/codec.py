@@ -75,8 +75,10 @@ def defaults(kind: type) -> dict[str, object]:
 
 @cache
 def dtypes() -> dict[str, torch.dtype]:
-    """Every dtype of PyTorch's by its name."""
-    return {name: value for name, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)}
+    """The dtypes of PyTorch's by their names, but for those whose values need more than their elements, or that no
+    operation takes."""
+    names = (name for name in sorted(vars(torch)) if not name.startswith(("qint", "quint", "bits")))
+    return {name: value for name in names if isinstance(value := getattr(torch, name), torch.dtype)}
 
 
 class _Unfit(Exception):
