@@ -50,7 +50,7 @@ MODELS = {"routed": Routed, "mixtral": mixtral}
 
 
 def losses(rank: int, name: str, compiled: bool) -> list[tuple[float, float]]:
-    """Of DistributedDataParallel, and of zinf, in each step."""
+    """Train on this rank, and return the losses of DistributedDataParallel and of zinf in each step."""
     torch.manual_seed(0)
     model, twin = MODELS[name](), MODELS[name]()
     twin.load_state_dict(model.state_dict())

@@ -120,8 +120,8 @@ class TensorLists:
 
     @contextmanager
     def _served(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> Iterator[bool]:
-        """In the block, `inner` has these gradients: in its lists, where these are known; else each in the weight's
-        `grad`, and what its class makes of them is noted. Yields whether they are known."""
+        """Open a block in which `inner` has these gradients: its lists give them, where these are known; else each is
+        the `grad` of its weight, and the block notes what the class lists. Yields whether the lists are known."""
         kind: Any = type(inner)
         known, makes = self._known, kind.__module__.startswith("torch.optim.") and hasattr(inner, "_init_group")
 

@@ -82,7 +82,7 @@ def dtypes() -> dict[str, torch.dtype]:
 
 
 class _Unfit(Exception):
-    """What is wrong with a value, to be read after where it stands, which callers add to."""
+    """Says what is wrong with a value. Callers add where the value stands, which is read first."""
 
     place = ""
 
