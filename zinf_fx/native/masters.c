@@ -71,13 +71,8 @@ static void join_masters(void *work, size_t first_byte, size_t behind) {
         size_t some = least(STRIP, end - first);
         for (size_t byte = 0; byte < bytes_of(some); byte++)
             for (int bit = 0; bit < 8; bit++) strip[8 * byte + bit] = (uint32_t)(up[first / 8 + byte] >> bit & 1);
-        for (size_t i = 0; i < some; i++) {
-            uint32_t weight = weights[first + i];
-            uint32_t bits = (weight - strip[i]) << 16 | lower[first + i];
-            uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-            int is_of_weight = rounded == weight && (bits & 0x7fffffff) <= 0x7f800000;
-            strip[i] = is_of_weight ? bits : weight << 16;
-        }
+        for (size_t i = 0; i < some; i++)
+            strip[i] = bits_of_master(weights[first + i], strip[i], lower[first + i]);
         memcpy(masters + first, strip, some * sizeof *masters);
     }
 }

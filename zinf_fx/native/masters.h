@@ -23,4 +23,11 @@ void zinf_join_masters(const uint16_t *weights, const uint16_t *lower, const uin
 
 /* cdef end */
 
+/* The bits of one master. `raised`: the bit that is kept. */
+static inline uint32_t bits_of_master(uint32_t weight, uint32_t raised, uint32_t lower)
+{
+    const uint32_t bits = (weight - raised) << 16 | lower, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return rounded == weight && (bits & 0x7fffffff) <= 0x7f800000 ? bits : weight << 16;
+}
+
 #endif

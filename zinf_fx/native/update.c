@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "codes.h"
+#include "masters.h"
 #include "processors.h"
 #include "threads.h"
 

@@ -87,9 +87,7 @@ static inline float largest_plain(float largest) { return largest; }
 
 static inline float join_plain(const uint16_t *weights, const uint16_t *lower, const uint8_t *up, size_t i)
 {
-    const uint32_t weight = weights[i], bits = (weight - (up[i / 8] >> i % 8 & 1u)) << 16 | lower[i];
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return of_bits(rounded == weight && (bits & 0x7fffffff) <= 0x7f800000 ? bits : weight << 16);
+    return of_bits(bits_of_master(weights[i], up[i / 8] >> i % 8 & 1u, lower[i]));
 }
 
 static inline void split_plain(uint16_t *weights, uint16_t *lower, uint8_t *up, size_t i, float master)
