@@ -118,7 +118,9 @@ def measure(count: int, threads: int, rounds: int, bar: tqdm) -> list[dict]:
         copied = 4 * count
         ways = {COPY: copying(copied), PYTORCH: in_memory(count)}
         ways |= {name: updating(some) for name, some in operands.items()}
-        nbytes = {COPY: 2 * copied / count, PYTORCH: 28.0} | {name: moved(some) for name, some in operands.items()}
+        nbytes = {COPY: 2 * copied / count, PYTORCH: moved(operands["fp32"])} | {
+            name: moved(some) for name, some in operands.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for work in (*ways.values(), *ways.values()):  # first steps make states
             work()

@@ -65,7 +65,7 @@ class _Recorded:
         patch.setattr(OpenSlice, "store", stored)
 
     def _elements_of(self, chunk: OpenChunk) -> ChunkElements:
-        slices = [states for opened_slice in chunk.slices for states in [opened_slice.states]]
+        slices = [opened_slice.states for opened_slice in chunk.slices]
         members = [pair for states in slices for pair in zip(states.parameters, states.elements, strict=True)]
         return [(self._names[member.stored.key], part.start, len(part)) for member, part in members]
 
