@@ -12,13 +12,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from numbers import Number
-from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from zinf_fx.optim.recurrence import same_objects, values_of
 
 # Attributes that no class of arithmetic changes in place, and that may have an entry for each parameter.
 _HANDED_ON = {"param_groups", "state", "defaults", "_state", "_groups"}
@@ -148,16 +148,6 @@ class TensorLists:
             vars(inner).pop("_init_group", None)  # which holds it
             for weight in self.weights if known is None else ():
                 weight.grad = None
-
-
-def values_of(states: Iterable[State]) -> list[object]:
-    """All values of some entries."""
-    return list(chain.from_iterable(map(dict.values, states)))
-
-
-def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether they are the same objects in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def show(entries: Iterable[State], states: Iterable[State]) -> None:

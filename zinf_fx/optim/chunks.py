@@ -12,10 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_fx.adam import STATE_BYTES
-from zinf_fx.optim.arithmetic import Group, State, TensorLists, borrow, copied, same_objects, show
+from zinf_fx.optim.arithmetic import Group, State, TensorLists, borrow, copied, show
 from zinf_fx.optim.elements import moved
 from zinf_fx.optim.kernels import NativeOperands
 from zinf_fx.optim.partial_step import Progress
+from zinf_fx.optim.recurrence import same_objects
 from zinf_fx.optim.slices import OpenSlice, OpenWhole, SliceStates, Update, UpdateGroup
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import at_the_same_time

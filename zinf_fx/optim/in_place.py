@@ -20,9 +20,10 @@ from operator import attrgetter
 import torch
 from torch.optim import Optimizer
 
-from zinf_fx.optim.arithmetic import Group, State, TensorLists, same_objects, values_of
+from zinf_fx.optim.arithmetic import Group, State, TensorLists
 from zinf_fx.optim.formats import MASTER
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
+from zinf_fx.optim.recurrence import Recurrence
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.chunks import AT_A_TIME
 from zinf_fx.runtime.gradients.state import GradientState, state_of
@@ -43,7 +44,6 @@ class Resident:
         value: over its bytes, in its shape.
         weights: what the class updates: those, or the bytes of the master, likewise.
         state: what the class works on; of stored states, their bytes.
-        token: the parameter's, for as long as these are its bytes.
         written: what autograd sees the writes of an update by.
     """
 
@@ -64,7 +64,6 @@ class Resident:
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
         storage = self.parameter.stored
         self.written = (self.parameter, *storage.bytes.tokens)
-        self.token = self.parameter.token  # another one where the parameter was converted
 
     @property
     def has_master(self) -> bool:
@@ -185,18 +184,16 @@ class ResidentGroup:
         shown: Mapping[torch.Tensor, State],
     ) -> None:
         """`residents`: of each parameter; None: it is none. `shown`: the optimizer's state."""
-        self._parameters, self.residents = list(parameters), list(residents)
+        self.residents = list(residents)
         self._present = [one for one in residents if one is not None]
-        self._stored = [one.parameter for one in self._present]
-        self._tokens = [one.token for one in self._present]
-        self._shown_of = [one.entry for one in self._present]
         self.is_complete = len(self._present) == len(self.residents)
         self._mastered = [one for one in self._present if one.has_master]
-        self._layouts = {one.weights.dtype: one.layout for one in self._present}
+        layouts = {one.weights.dtype: one.layout for one in self._present}
+        self._dtypes = list(layouts)
         self.tiers = {one.parameter.stored.tiers for one in self._present}
-        self._of_optimizer = shown
         self._together: list[Together] | None = None
-        self.look()
+        stored = [one.parameter for one in self._present]
+        self._recurrence = Recurrence(parameters, stored, shown, layouts.values())
 
     def together(self, group: Group) -> list[Together] | None:
         """How all parameters of the group are updated, if all are residents."""
@@ -204,26 +201,19 @@ class ResidentGroup:
             self._together = list(_together(group, self._present))
         return self._together
 
-    def look(self) -> None:
-        """See what the optimizer shows."""
-        self._entries = list(self._of_optimizer.values())  # of all its parameters
-        self._shown = values_of(self._shown_of)
+    def note_states(self) -> None:
+        """Take the states that the optimizer shows now for those that come again."""
+        self._recurrence.note_states()
         for one in self._together or ():
             one.lists.take_over_states()
 
-    def is_as_seen(
+    def comes_again(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
     ) -> bool:
         """Whether the optimizer shows the same states of the same parameters, and all have the same bytes."""
-        return (
-            shown is self._of_optimizer
-            and same_objects(parameters, self._parameters)
-            and all(layouts.of_pieces(dtype) is layout for dtype, layout in self._layouts.items())
-            and same_objects([parameter.token for parameter in self._stored], self._tokens)
-            and same_objects(list(shown.values()), self._entries)
-            and same_objects(values_of(self._shown_of), self._shown)
-            and not any(one.is_written_to for one in self._mastered)
-        )
+        found = [layouts.of_pieces(dtype) for dtype in self._dtypes]
+        written = (one.is_written_to for one in self._mastered)
+        return self._recurrence.comes_again(parameters, shown, found) and not any(written)
 
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
@@ -254,7 +244,7 @@ class ResidentCall:
         if not self.together.update(inner, self.gradients):
             for one in self.together.residents:
                 one.show()
-            self.group.look()
+            self.group.note_states()
 
 
 class Residents:
@@ -313,7 +303,7 @@ class Residents:
         layouts: GroupLayouts | None = None
         if seen is not None:
             layouts = layouts_of(group)
-            if not seen.is_as_seen(parameters, shown, layouts):
+            if not seen.comes_again(parameters, shown, layouts):
                 seen = None
             elif seen.is_complete:
                 return seen

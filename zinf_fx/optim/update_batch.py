@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from zinf_fx.optim.arithmetic import State, same_objects, values_of
+from zinf_fx.optim.arithmetic import State
 from zinf_fx.optim.chunks import Chunk
 from zinf_fx.optim.layouts import GroupLayouts, StateLayout
+from zinf_fx.optim.recurrence import Recurrence
 from zinf_fx.optim.slices import SliceStates, Update, UpdateKind
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.plan.chunks import AT_A_TIME, Member, cut
@@ -189,20 +190,19 @@ class RecurringUpdates:
         `layouts`: of a group, by its number."""
         self.batch = batch
         batch.recurs = True
-        self._groups, self._of_optimizer = groups, shown
-        self._layouts: dict[tuple[int, torch.dtype], StateLayout | None] = {}
-        for number, parameters in enumerate(groups):
-            for dtype in {batch.parameters[parameter].dtype for parameter in parameters}:
-                self._layouts[number, dtype] = layouts(number).of_pieces(dtype)
+        self._sizes = list(map(len, groups))
         self._parameters = list(chain.from_iterable(groups))
+        self._dtypes = [
+            (number, dtype)
+            for number, parameters in enumerate(groups)
+            for dtype in {batch.parameters[parameter].dtype for parameter in parameters}
+        ]
         states = [batch.parameters[parameter] for parameter in self._parameters]
         self._states, self._mastered = states, [updated for updated in states if updated.has_master]
-        self._tokens = [parameter.token for parameter in self._parameters]
         gradients = [updated.gradient for updated in states]
         # By key: who holds a space keeps it from reuse.
         self._spaces = [gradient.stored.key for gradient in gradients if isinstance(gradient, StoredTensor)]
-        self._entries = [shown[parameter] for parameter in self._parameters]
-        self._shown = values_of(self._entries)
+        self._recurrence = Recurrence(self._parameters, self._parameters, shown, self._layouts_by(layouts))
 
     @staticmethod
     def of(
@@ -227,24 +227,23 @@ class RecurringUpdates:
         layouts: Callable[[int], GroupLayouts],
     ) -> bool:
         """Whether it does, for the gradients that the parameters have now; takes them, then."""
-        if shown is not self._of_optimizer or len(groups) != len(self._groups):
+        parameters = list(chain.from_iterable(groups))
+        if list(map(len, groups)) != self._sizes:
             return False
-        if not all(map(same_objects, groups, self._groups)):
+        if not self._recurrence.comes_again(parameters, shown, self._layouts_by(layouts)):
             return False
         given = (parameter.grad for parameter in self._parameters)
         gradients = [gradient for gradient in given if isinstance(gradient, StoredTensor) and not gradient.views]
         if len(gradients) < len(self._parameters):
             return False
-        same = (
-            [gradient.stored.key for gradient in gradients] == self._spaces
-            and same_objects([parameter.token for parameter in self._parameters], self._tokens)
-            and same_objects([shown.get(parameter) for parameter in self._parameters], self._entries)
-            and same_objects(values_of(self._entries), self._shown)
-            and all(layouts(n).of_pieces(dtype) is layout for (n, dtype), layout in self._layouts.items())
-        )
-        if same:
-            for states, gradient in zip(self._states, gradients, strict=True):
-                states.gradient = gradient
-            for states in self._mastered:
-                states.look_for_writes(states.masters)
-        return same
+        if [gradient.stored.key for gradient in gradients] != self._spaces:
+            return False
+        for states, gradient in zip(self._states, gradients, strict=True):
+            states.gradient = gradient
+        for states in self._mastered:
+            states.look_for_writes(states.masters)
+        return True
+
+    def _layouts_by(self, layouts: Callable[[int], GroupLayouts]) -> list[StateLayout | None]:
+        """The present layouts of the groups, in each dtype of an update."""
+        return [layouts(number).of_pieces(dtype) for number, dtype in self._dtypes]
