@@ -13,7 +13,7 @@ from twins import python_calls, python_calls_by_name
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
-from zinf_fx.optim.in_place import ResidentCall
+from zinf_fx.optim.in_place import InPlaceUpdate
 from zinf_fx.runtime.tensor.storage import new_states
 
 PLACED = ("device", "host")
@@ -23,13 +23,13 @@ PLACED = ("device", "host")
 def called(monkeypatch) -> list[int]:
     """How many parameters each call of a torch class was for."""
     counts: list[int] = []
-    run = ResidentCall.run
+    run = InPlaceUpdate.run
 
-    def counting(call: ResidentCall, inner: torch.optim.Optimizer) -> None:
-        counts.append(len(call.together.residents))
-        run(call, inner)
+    def counting(update: InPlaceUpdate, inner: torch.optim.Optimizer) -> None:
+        counts.append(len(update.batch.members))
+        run(update, inner)
 
-    monkeypatch.setattr(ResidentCall, "run", counting)
+    monkeypatch.setattr(InPlaceUpdate, "run", counting)
     return counts
 
 
@@ -94,13 +94,13 @@ def test_states_are_looked_at_once_where_their_lists_serve(twins):
 def test_a_step_leaves_nothing_behind_that_holds_weights(twins, monkeypatch):
     pair, ran = twins("device"), []
     optimizer = optim.AdamW(pair.stored)
-    run = ResidentCall.run
+    run = InPlaceUpdate.run
 
-    def noting(call: ResidentCall, inner: torch.optim.Optimizer) -> None:
+    def noting(update: InPlaceUpdate, inner: torch.optim.Optimizer) -> None:
         ran.append(weakref.ref(inner))
-        run(call, inner)
+        run(update, inner)
 
-    monkeypatch.setattr(ResidentCall, "run", noting)
+    monkeypatch.setattr(InPlaceUpdate, "run", noting)
     gc.disable()
     try:
         for _ in range(4):
@@ -219,7 +219,7 @@ def test_a_fused_class_unscales_copies_of_gradients(twins, called):
     assert called == [7] * 3
 
 
-def test_stored_resident_and_ordinary_parameters_in_one_step(twins, called):
+def test_stored_in_place_and_ordinary_parameters_in_one_step(twins, called):
     pairs = [twins(placement, shapes=((30, 40), (50,))) for placement in ("device", "nvme", "host")]
     low = twins("host", dtype=torch.bfloat16, shapes=((30, 40),))
     ordinary = torch.nn.Parameter(torch.linspace(0, 1, 33))
@@ -287,11 +287,11 @@ def test_an_error_in_the_middle_tears_the_step(twins, monkeypatch, placement: st
         optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
 
-    def failing(call: ResidentCall, inner: torch.optim.Optimizer) -> None:
+    def failing(update: InPlaceUpdate, inner: torch.optim.Optimizer) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResidentCall, "run", failing)
+        patch.setattr(InPlaceUpdate, "run", failing)
         with pytest.raises(type(error)):
             optimizer.step()
     torn = optimizer.torn

@@ -163,7 +163,7 @@ def test_what_a_schedule_changes_at_every_step_is_tried_once(twins, monkeypatch,
             schedule.step()
             optimizer.param_groups[0]["weight_decay"] = 0.01 * (step + 1)
         pair.check()
-        seen.append((len(tried), sides[0]._residents._groups.get(0)))
+        seen.append((len(tried), sides[0]._in_place._groups.get(0)))
     assert seen[2] == seen[3] == seen[4]
     sides[0].param_groups[0]["weight_decay"] = 0.0  # which may mean that a class leaves something out
     pair.give_gradients()

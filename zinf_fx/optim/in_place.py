@@ -33,18 +33,18 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 _gradient, _layout, _dtype = map(attrgetter, ("grad", "layout", "dtype"))
 
 
-class Resident:
-    """A stored parameter as the torch class steps it.
+class InPlaceParameter:
+    """A stored parameter that the torch class steps where it is.
 
     Attributes:
         parameter: as users have it.
-        place: what updates it.
-        layout: of its states.
-        entry: what the optimizer shows of them.
-        value: over its bytes, in its shape.
-        weights: what the class updates: those, or the bytes of the master, likewise.
-        state: what the class works on; of stored states, their bytes.
-        written: what autograd sees the writes of an update by.
+        place: the device that updates it.
+        layout: that of its states.
+        entry: what the optimizer shows of its states.
+        value: its bytes, in its shape.
+        weights: what the class updates: `value` or, where there is a master, the bytes of that, in the same shape.
+        state: what the class works on. Of a stored state, that is its bytes.
+        written: the tensors by whose versions autograd sees that an update writes.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Resident:
         memory: Mapping[str, torch.Tensor],
         master: torch.Tensor | None,
     ) -> None:
-        """`memory`: by name, the bytes of the stored states of `layout`; `master`: those of the master, if any."""
+        """`memory` has the bytes of the stored states of `layout` by their names, and `master` those of the master, if
+        there is one."""
         self.parameter, self.place, self.value = states.parameter, states.place, value
         self.weights = value if master is None else master
         self._states, self._bytes = states, states.parameter.stored.bytes
         self.layout, self.entry, self._memory = layout, entry, memory
         self.state: State = {k: memory.get(k, v) for k, v in entry.items() if k in memory or k not in states.tensors}
-        storage = self.parameter.stored
-        self.written = (self.parameter, *storage.bytes.tokens)
+        self.written = (self.parameter, *self._bytes.tokens)
 
     @property
     def has_master(self) -> bool:
@@ -71,32 +71,32 @@ class Resident:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether somebody wrote to the parameter, which its master doesn't have yet."""
+        """Whether somebody wrote to the parameter, and its master doesn't have that yet."""
         return self.has_master and self._states.version != self._bytes.version
 
-    def master_is_rounded(self) -> None:
-        """The parameter has the values of its master now."""
+    def note_rounded(self) -> None:
+        """Note that the parameter has the values of its master."""
         self._states.version = self._bytes.version
 
-    def gradient(self, found: torch.Tensor, unscales: bool) -> torch.Tensor | None:
-        """`found`, the parameter's, if the class can work on it, or on a copy of it. `unscales`: whether the class
-        changes what it works on."""
-        usable: torch.Tensor | None = found
-        if isinstance(found, StoredTensor):
-            usable = None if unscales else _memory_of(found, self.place)
-        if type(usable) is not torch.Tensor or usable.layout is not torch.strided:
+    def usable(self, gradient: torch.Tensor, unscales: bool) -> torch.Tensor | None:
+        """Return the parameter's gradient, or its bytes, if the class can work on them or on a copy. `unscales` says
+        whether the class changes what it works on."""
+        memory: torch.Tensor | None = gradient
+        if isinstance(gradient, StoredTensor):
+            memory = None if unscales else _memory_of(gradient, self.place)
+        if type(memory) is not torch.Tensor or memory.layout is not torch.strided:
             return None
         # Fused kernels take elements in the order in which they lie.
-        return usable if usable.dtype is self.value.dtype and usable.is_contiguous() else None
+        return memory if memory.dtype is self.value.dtype and memory.is_contiguous() else None
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes of the states that an update changes."""
+        """The bytes of the states that an update changes."""
         masters = self.weights.nbytes if self.has_master else 0
         return masters + sum(memory.nbytes for memory in self._memory.values())
 
     def show(self) -> None:
-        """Show what the class left in `state`."""
+        """Have the optimizer show what the class left in `state`."""
         for name, value in self.state.items():
             memory = self._memory.get(name)
             if memory is None:
@@ -107,19 +107,21 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Residents that the class updates in one call, and lists of what they have.
+class InPlaceBatch:
+    """Parameters that the class updates in one call, with lists of what they have.
 
     Attributes:
-        place: what updates them.
-        dtypes: of the parameters.
-        rounded: over the bytes of those with a master, which take its values; there is no other kind with them.
-        written: what autograd sees the writes of an update by.
+        place: the device that updates them.
+        members: all of them have masters, or none has.
+        parameters: those of the members.
+        dtypes: those of the parameters.
+        rounded: the bytes of parameters with masters, which take the values of these.
+        written: the tensors by whose versions autograd sees that an update writes.
         lists: what the class steps, with its states.
     """
 
     place: Device
-    residents: Sequence[Resident]
+    members: Sequence[InPlaceParameter]
     parameters: Sequence[StoredTensor]
     dtypes: Sequence[torch.dtype]
     rounded: list[torch.Tensor]
@@ -127,40 +129,40 @@ class Together:
     lists: TensorLists
 
     @staticmethod
-    def of(residents: Sequence[Resident]) -> Together:
-        """Those of one place."""
-        return Together(
-            residents[0].place,
-            residents,
-            [one.parameter for one in residents],
-            [one.value.dtype for one in residents],
-            [one.value for one in residents if one.has_master],
-            list(chain.from_iterable(one.written for one in residents)),
-            TensorLists([one.weights for one in residents], [one.state for one in residents]),
+    def of(members: Sequence[InPlaceParameter]) -> InPlaceBatch:
+        """Make a batch of members that one device updates."""
+        return InPlaceBatch(
+            members[0].place,
+            members,
+            [member.parameter for member in members],
+            [member.value.dtype for member in members],
+            [member.value for member in members if member.has_master],
+            list(chain.from_iterable(member.written for member in members)),
+            TensorLists([member.weights for member in members], [member.state for member in members]),
         )
 
     def gradients(self) -> list[torch.Tensor] | None:
-        """Those of the parameters, if all are ordinary tensors that the class can work on as they are."""
-        found = list(map(_gradient, self.parameters))
-        plain = set(map(type, found)) == {torch.Tensor} and set(map(_layout, found)) == {torch.strided}
-        fit = plain and list(map(_dtype, found)) == self.dtypes and all(map(torch.Tensor.is_contiguous, found))
-        return found if fit else None
+        """Return the gradients of the parameters, if the class can work on all of them as they are."""
+        gradients = list(map(_gradient, self.parameters))
+        plain = set(map(type, gradients)) == {torch.Tensor} and set(map(_layout, gradients)) == {torch.strided}
+        fit = plain and list(map(_dtype, gradients)) == self.dtypes and all(map(torch.Tensor.is_contiguous, gradients))
+        return gradients if fit else None
 
     def update(self, inner: Optimizer, gradients: list[torch.Tensor]) -> bool:
-        """A step of `inner`, the class with its options. Returns whether the same objects are all that is in the state
-        afterwards."""
+        """Take a step of `inner`, the class with its options. Returns whether the same objects are all that is in the
+        states afterwards."""
         if self.rounded:
             gradients = _copies(gradients, self.lists.weights)
         same = self.lists.step(inner, gradients)
         if self.rounded:
             torch._foreach_copy_(self.rounded, self.lists.weights)
-            for one in self.residents:
-                one.master_is_rounded()
+            for member in self.members:
+                member.note_rounded()
         return same
 
 
 def _copies(gradients: list[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients in the dtype of what they are for."""
+    """Copy gradients to the dtype of the weights that they update."""
     numbers = [weight.numel() for weight in weights]
     memory = torch.empty(sum(numbers), dtype=weights[0].dtype, device=weights[0].device)
     copies = [part.view(weight.shape) for part, weight in zip(memory.split(numbers), weights, strict=True)]
@@ -168,56 +170,56 @@ def _copies(gradients: list[torch.Tensor], weights: Sequence[torch.Tensor]) -> l
     return copies
 
 
-class ResidentGroup:
-    """The residents among the parameters of a group, when they were last seen.
+class InPlaceGroup:
+    """The parameters of one of the optimizer's groups that the class steps where they are, from step to step.
 
     Attributes:
-        residents: for each parameter, it as a resident, or None.
-        is_complete: whether all are residents.
-        tiers: in which they live.
+        members: for each parameter of the group, it as a member, or None if it is updated in chunks.
+        is_complete: whether all parameters are members.
+        tiers: the tiers in which members live.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        residents: Sequence[Resident | None],
+        members: Sequence[InPlaceParameter | None],
         shown: Mapping[torch.Tensor, State],
     ) -> None:
-        """`residents`: of each parameter; None: it is none. `shown`: the optimizer's state."""
-        self.residents = list(residents)
-        self._present = [one for one in residents if one is not None]
-        self.is_complete = len(self._present) == len(self.residents)
-        self._mastered = [one for one in self._present if one.has_master]
-        layouts = {one.weights.dtype: one.layout for one in self._present}
+        """`shown` is the optimizer's state."""
+        self.members = list(members)
+        self._present = [member for member in members if member is not None]
+        self.is_complete = len(self._present) == len(self.members)
+        self._mastered = [member for member in self._present if member.has_master]
+        layouts = {member.weights.dtype: member.layout for member in self._present}
         self._dtypes = list(layouts)
-        self.tiers = {one.parameter.stored.tiers for one in self._present}
-        self._together: list[Together] | None = None
-        stored = [one.parameter for one in self._present]
+        self.tiers = {member.parameter.stored.tiers for member in self._present}
+        self._batches: list[InPlaceBatch] | None = None
+        stored = [member.parameter for member in self._present]
         self._recurrence = Recurrence(parameters, stored, shown, layouts.values())
 
-    def together(self, group: Group) -> list[Together] | None:
-        """How all parameters of the group are updated, if all are residents."""
-        if self._together is None and self.is_complete:
-            self._together = list(_together(group, self._present))
-        return self._together
+    def batches(self, group: Group) -> list[InPlaceBatch] | None:
+        """Return all parameters of the group in the calls that update them, if all are members."""
+        if self._batches is None and self.is_complete:
+            self._batches = list(_batches_of(group, self._present))
+        return self._batches
 
     def note_states(self) -> None:
         """Take the states that the optimizer shows now for those that come again."""
         self._recurrence.note_states()
-        for one in self._together or ():
-            one.lists.take_over_states()
+        for batch in self._batches or ():
+            batch.lists.take_over_states()
 
     def comes_again(
         self, parameters: Sequence[torch.Tensor], shown: Mapping[torch.Tensor, State], layouts: GroupLayouts
     ) -> bool:
         """Whether the optimizer shows the same states of the same parameters, and all have the same bytes."""
-        found = [layouts.of_pieces(dtype) for dtype in self._dtypes]
-        written = (one.is_written_to for one in self._mastered)
-        return self._recurrence.comes_again(parameters, shown, found) and not any(written)
+        present = [layouts.of_pieces(dtype) for dtype in self._dtypes]
+        written = (member.is_written_to for member in self._mastered)
+        return self._recurrence.comes_again(parameters, shown, present) and not any(written)
 
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
-    """The bytes of a stored tensor in its shape, where `place` computes, if they live there and are all it has."""
+    """Return the bytes of a stored tensor in its shape, if they are all it has and live where `place` computes."""
     share = tensor.stored.share
     if tensor.views or share.ranks.shards > 1 or state_of(tensor) is GradientState.LOCAL:
         return None
@@ -226,32 +228,32 @@ def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True)
-class ResidentCall:
-    """One call of the torch class: some residents of one group, with their gradients, updated at one place."""
+class InPlaceUpdate:
+    """One call of the torch class: a batch of members of one group, with their gradients."""
 
-    group: ResidentGroup
+    group: InPlaceGroup
     options: Group
-    together: Together
+    batch: InPlaceBatch
     gradients: list[torch.Tensor]
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes of the states that it changes."""
-        return sum(one.states_nbytes for one in self.together.residents)
+        """The bytes of the states that it changes."""
+        return sum(member.states_nbytes for member in self.batch.members)
 
     def run(self, inner: Optimizer) -> None:
-        """`inner`: the class with its options, and no parameters yet."""
-        if not self.together.update(inner, self.gradients):
-            for one in self.together.residents:
-                one.show()
+        """Update the members. `inner` is the class with its options, without parameters yet."""
+        if not self.batch.update(inner, self.gradients):
+            for member in self.batch.members:
+                member.show()
             self.group.note_states()
 
 
-class Residents:
-    """Those of one optimizer, from step to step."""
+class InPlaceGroups:
+    """What one optimizer updates in place, group by group, from step to step."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, ResidentGroup] = {}  # by number
+        self._groups: dict[int, InPlaceGroup] = {}  # by number
 
     def divide(
         self,
@@ -259,66 +261,66 @@ class Residents:
         shown: Mapping[torch.Tensor, State],
         stored: Mapping[StoredTensor, ParameterStates],
         layouts_of: Callable[[Group], GroupLayouts],
-    ) -> tuple[list[ResidentCall], list[Group]]:
-        """What a step of `optimizer` does with residents, and its groups with all other parameters that the step may
-        concern. `shown`: its state. `stored`: what it keeps of stored parameters.
+    ) -> tuple[list[InPlaceUpdate], list[Group]]:
+        """Return the in-place updates of a step of `optimizer`, and its groups with all other parameters that the step
+        may concern. `shown` is the optimizer's state, and `stored` what it keeps of stored parameters.
 
         Raises: OptimizerError for options that can't be honoured.
         """
         unscales = getattr(optimizer, "grad_scale", None) is not None  # a fused class does, before it updates
-        calls: list[ResidentCall] = []
+        updates: list[InPlaceUpdate] = []
         others: list[Group] = []
         for number, group in enumerate(optimizer.param_groups):
-            rest: list[torch.Tensor] = []
-            taken: dict[Resident, torch.Tensor] = {}  # gradients
-            seen = self._see(number, group, shown, stored, layouts_of)
+            in_place = self._group(number, group, shown, stored, layouts_of)
             options = {name: value for name, value in group.items() if name != "params"}
-            everything = _all_of(seen, group)
-            if everything is not None:
-                calls += [ResidentCall(seen, options, some, gradients) for some, gradients in everything]
+            complete = _update_all(in_place, options, group)
+            if complete is not None:
+                updates += complete
                 others.append({**group, "params": []})
                 continue
-            for parameter, one in zip(group["params"], seen.residents, strict=True):
+            rest: list[torch.Tensor] = []
+            gradients: dict[InPlaceParameter, torch.Tensor] = {}
+            for parameter, member in zip(group["params"], in_place.members, strict=True):
                 gradient = parameter.grad
-                usable = None if one is None or gradient is None else one.gradient(gradient, unscales)
-                if one is not None and usable is not None:
-                    taken[one] = usable
+                usable = None if member is None or gradient is None else member.usable(gradient, unscales)
+                if member is not None and usable is not None:
+                    gradients[member] = usable
                 elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
             others.append({**group, "params": rest})
-            for some in _together(group, list(taken)):
-                calls.append(ResidentCall(seen, options, some, [taken[one] for one in some.residents]))
-        return calls, others
+            for batch in _batches_of(group, list(gradients)):
+                updates.append(InPlaceUpdate(in_place, options, batch, [gradients[member] for member in batch.members]))
+        return updates, others
 
-    def _see(
+    def _group(
         self,
         number: int,
         group: Group,
         shown: Mapping[torch.Tensor, State],
         stored: Mapping[StoredTensor, ParameterStates],
         layouts_of: Callable[[Group], GroupLayouts],
-    ) -> ResidentGroup:
-        """The residents of a group, as they are now."""
-        parameters, seen = group["params"], self._groups.get(number)
+    ) -> InPlaceGroup:
+        """Return a group with the members that it has now."""
+        parameters, known = group["params"], self._groups.get(number)
         layouts: GroupLayouts | None = None
-        if seen is not None:
+        if known is not None:
             layouts = layouts_of(group)
-            if not seen.comes_again(parameters, shown, layouts):
-                seen = None
-            elif seen.is_complete:
-                return seen
-        residents = [None] * len(parameters) if seen is None else seen.residents
-        news: dict[int, Resident] = {}
-        for position, (parameter, one) in enumerate(zip(parameters, residents, strict=True)):
-            if one is None and isinstance(parameter, StoredTensor) and parameter.grad is not None:
+            if not known.comes_again(parameters, shown, layouts):
+                known = None
+            elif known.is_complete:
+                return known
+        members = [None] * len(parameters) if known is None else known.members
+        joined: dict[int, InPlaceParameter] = {}
+        for position, (parameter, member) in enumerate(zip(parameters, members, strict=True)):
+            if member is None and isinstance(parameter, StoredTensor) and parameter.grad is not None:
                 layouts = layouts or layouts_of(group)
-                one = _find(parameter, shown.get(parameter), stored.get(parameter), group, layouts)
-                if one is not None:
-                    news[position] = one
-        if seen is None or news:
-            seen = ResidentGroup(parameters, [news.get(n, one) for n, one in enumerate(residents)], shown)
-            self._groups[number] = seen
-        return seen
+                member = _find(parameter, shown.get(parameter), stored.get(parameter), group, layouts)
+                if member is not None:
+                    joined[position] = member
+        if known is None or joined:
+            known = InPlaceGroup(parameters, [joined.get(n, member) for n, member in enumerate(members)], shown)
+            self._groups[number] = known
+        return known
 
 
 def _find(
@@ -327,8 +329,8 @@ def _find(
     states: ParameterStates | None,
     group: Group,
     layouts: GroupLayouts,
-) -> Resident | None:
-    """A parameter as the class may step it from now on, if all that its update needs is in memory."""
+) -> InPlaceParameter | None:
+    """Return a parameter as the class may step it from now on, if all that its update needs is in memory."""
     if states is None or entry is None or states.rounded or (states.has_master and states.masters != (MASTER,)):
         return None
     if states.place.in_host_memory and (states.bytes_written or parameter.stored.device.computes_apart):
@@ -348,41 +350,41 @@ def _find(
     numbers = (v for k, v in entry.items() if k not in states.tensors and isinstance(v, torch.Tensor))
     if len(memory) < len(names) or any(number.device != counts_at for number in numbers):
         return None
-    found = Resident(states, layout, entry, value, memory, memory.pop(MASTER, None))
-    return None if found.is_written_to else found
+    member = InPlaceParameter(states, layout, entry, value, memory, memory.pop(MASTER, None))
+    return None if member.is_written_to else member
 
 
 def _elements(parameter: StoredTensor, dtype: torch.dtype, place: Device) -> int:
-    """Of parameters that are updated in one call, in `dtype`, where that makes temporary tensors as large as these."""
+    """How many elements one call updates in `dtype`, where the class makes temporary tensors as large as these."""
     return AT_A_TIME if place is CPU else parameter.stored.config.chunk // dtype.itemsize
 
 
-def _all_of(seen: ResidentGroup, group: Group) -> list[tuple[Together, list[torch.Tensor]]] | None:
-    """All parameters of a group, call by call, with their gradients, if the class can step all as they are."""
-    together = seen.together(group)
-    if together is None:
+def _update_all(in_place: InPlaceGroup, options: Group, group: Group) -> list[InPlaceUpdate] | None:
+    """Return updates of all parameters of a group, if the class can step all as they are."""
+    batches = in_place.batches(group)
+    if batches is None:
         return None
-    calls: list[tuple[Together, list[torch.Tensor]]] = []
-    for some in together:
-        if (gradients := some.gradients()) is None:
+    updates: list[InPlaceUpdate] = []
+    for batch in batches:
+        if (gradients := batch.gradients()) is None:
             return None
-        calls.append((some, gradients))
-    return calls
+        updates.append(InPlaceUpdate(in_place, options, batch, gradients))
+    return updates
 
 
-def _together(group: Group, residents: Sequence[Resident]) -> Iterator[Together]:
-    """Residents of one group in the calls that update them."""
-    kinds: dict[tuple[Device, bool], list[Resident]] = {}
-    for one in residents:
-        kinds.setdefault((one.place, one.has_master), []).append(one)
-    for (place, have_masters), several in kinds.items():
+def _batches_of(group: Group, members: Sequence[InPlaceParameter]) -> Iterator[InPlaceBatch]:
+    """Divide members of one group into the calls that update them."""
+    kinds: dict[tuple[Device, bool], list[InPlaceParameter]] = {}
+    for member in members:
+        kinds.setdefault((member.place, member.has_master), []).append(member)
+    for (place, have_masters), alike in kinds.items():
         first = room = 0
-        for number, one in enumerate(several if have_masters or not group.get("fused") else ()):
-            count = one.weights.numel()
+        for number, member in enumerate(alike if have_masters or not group.get("fused") else ()):
+            count = member.weights.numel()
             if number == first:
-                room = _elements(one.parameter, one.weights.dtype, place)
+                room = _elements(member.parameter, member.weights.dtype, place)
             elif count > room:
-                yield Together.of(several[first:number])
-                first, room = number, _elements(one.parameter, one.weights.dtype, place)
+                yield InPlaceBatch.of(alike[first:number])
+                first, room = number, _elements(member.parameter, member.weights.dtype, place)
             room -= count
-        yield Together.of(several[first:])
+        yield InPlaceBatch.of(alike[first:])

@@ -105,8 +105,8 @@ class Progress:
         pending: keys of the storages that are not final yet.
         irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
-        resident: those that are updated at once (see [Note: in-place updates]), if that has begun; `resident_updated`
-            when it is over.
+        in_place: those that are updated at once (see [Note: in-place updates]), if that has begun; `in_place_updated`
+            says whether it is over.
         ordinary: parameters that aren't stored, and were updated before.
     """
 
@@ -119,9 +119,9 @@ class Progress:
         # came and went so far, each counted by one thread at a time.
         self._held: dict[StoredTensor, int] = {}
         self._bytes_came = self._bytes_went = 0
-        self.resident: Sequence[StoredTensor] = ()
+        self.in_place: Sequence[StoredTensor] = ()
         self.ordinary: Sequence[torch.Tensor] = ()
-        self.irrevocable = self.changes = self.resident_updated = False
+        self.irrevocable = self.changes = self.in_place_updated = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -161,12 +161,12 @@ class Progress:
     ) -> TornStep | None:
         """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
         gradients are there still."""
-        begun, finished = self.begun.union(self.resident), self.finished
+        begun, finished = self.begun.union(self.in_place), self.finished
         if not (begun or self.ordinary or self.irrevocable):
             return None
-        if self.resident_updated:
-            finished = finished.union(self.resident)
-        concerned = dict.fromkeys([*self.resident, *concerned])
+        if self.in_place_updated:
+            finished = finished.union(self.in_place)
+        concerned = dict.fromkeys([*self.in_place, *concerned])
         updated = {p.whole for p in finished if stored[p].is_in_store()}.union(self.ordinary)
         begun = {p.whole for p in begun}.union(self.ordinary)
         return TornStep.after(error, self._names, [*self.ordinary, *(p.whole for p in concerned)], begun, updated)

@@ -16,7 +16,7 @@ from zinf_fx.errors import StoreError
 from zinf_fx.interrupts import finalizing, held_back, let_through, sealed, taking
 from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue, PrefetchedStates
 from zinf_fx.optim.chunks import ChunkUpdate
-from zinf_fx.optim.in_place import ResidentCall
+from zinf_fx.optim.in_place import InPlaceUpdate
 from zinf_fx.optim.partial_step import Progress, TornStep
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import BackgroundThread, serves
@@ -113,24 +113,24 @@ class StreamedStep:
         self._batches.append(batch)
         self._queue.add(batch)
 
-    def update_residents(self, calls: Sequence[ResidentCall]) -> None:
+    def update_in_place(self, updates: Sequence[InPlaceUpdate]) -> None:
         """Update parameters that nothing has to be moved for, before the others: see [Note: in-place updates].
 
         Raises: StoreError when a step failed that is still under way on the same tiers; nothing is changed then.
         """
-        for tiers in set().union(*(call.group.tiers for call in calls)):
+        for tiers in set().union(*(update.group.tiers for update in updates)):
             tiers.check_process()
             if (background := tiers.background) is not None:
                 background.finish()
         with taking(self._lock), self._working(), self._progress.changing():
-            self._progress.resident = list(chain.from_iterable(call.together.parameters for call in calls))
-            torch.autograd.graph.increment_version(chain.from_iterable(call.together.written for call in calls))
-            for call in calls:
-                nbytes = call.states_nbytes if RECORDER.log is not None else 0
-                place = call.together.place
+            self._progress.in_place = list(chain.from_iterable(update.batch.parameters for update in updates))
+            torch.autograd.graph.increment_version(chain.from_iterable(update.batch.written for update in updates))
+            for update in updates:
+                nbytes = update.states_nbytes if RECORDER.log is not None else 0
+                place = update.batch.place
                 with RECORDER.work("update", nbytes, place.torch_device):
-                    call.run(self._update.borrowed(call.options, place))
-            self._progress.resident_updated = True
+                    update.run(self._update.borrowed(update.options, place))
+            self._progress.in_place_updated = True
 
     def follows(self, ordinary: Sequence[torch.Tensor]) -> None:
         """Ordinary parameters of the optimizer are updated already: the step can't be taken again."""

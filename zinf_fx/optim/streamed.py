@@ -18,7 +18,7 @@ from zinf_fx.errors import OptimizerError
 from zinf_fx.interrupts import held_back, sealed
 from zinf_fx.optim.arithmetic import Group, State, as_groups, skips, states_of_zeros, step_groups, without_hooks
 from zinf_fx.optim.formats import KeptAs, MasterDtype, StateDtype
-from zinf_fx.optim.in_place import ResidentCall, Residents
+from zinf_fx.optim.in_place import InPlaceGroups, InPlaceUpdate
 from zinf_fx.optim.layouts import GroupLayouts, Layouts, StateLayout
 from zinf_fx.optim.partial_step import ReservedStates, TornStep, check_loaded
 from zinf_fx.optim.rehearsal import Rehearsal
@@ -242,7 +242,7 @@ class Streamed(Optimizer):
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
         self._layouts, self.rehearsal = Layouts(self._arithmetic), Rehearsal(self._arithmetic)
-        self._residents, self._groups_updated = Residents(), UpdateGroups()
+        self._in_place, self._groups_updated = InPlaceGroups(), UpdateGroups()
         self._recurring: RecurringUpdates | None = None  # that of the last step
         self._shared: frozenset[str] = frozenset()  # names of the attributes that are another optimizer's
         self._groups: dict[torch.Tensor, int] = {}  # of each parameter, the number of its group then
@@ -309,12 +309,12 @@ class Streamed(Optimizer):
                 self._check_whole()  # again: by now, the closure or another thread may have stepped
                 if (begun := self._begun_in_backward) is None:
                     self.rehearsal.run(self)
-                resident, others = self._divided()
+                in_place, others = self._divided()
                 step = begun or self._new_step(others)
                 batch = self._batch(step, others)
                 step.follows(self._step_ordinary(others))
                 self._ordinary_seconds = time.perf_counter() - started
-                self._step_stored(step, resident, batch)
+                self._step_stored(step, in_place, batch)
 
     def share(self, optimizer: Optimizer) -> None:
         """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
@@ -456,11 +456,11 @@ class Streamed(Optimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _divided(self) -> tuple[list[ResidentCall], list[Group]]:
-        """What is updated where it is, and the groups with all other parameters."""
+    def _divided(self) -> tuple[list[InPlaceUpdate], list[Group]]:
+        """Return what is updated in place, and the groups with all other parameters."""
         if self.step_in_backward:
             return [], self.param_groups
-        return self._residents.divide(self, self._state, self._kept.states, self._layouts_of)
+        return self._in_place.divide(self, self._state, self._kept.states, self._layouts_of)
 
     def _step_ordinary(self, groups: list[Group]) -> list[torch.Tensor]:
         """Step the ordinary parameters. Returns those that had a gradient."""
@@ -480,15 +480,15 @@ class Streamed(Optimizer):
         """The step that backward began, until `step()`."""
         return self._last_step if self._last_step is not None and self._last_step.takes_more else None
 
-    def _step_stored(self, step: StreamedStep, resident: list[ResidentCall], batch: UpdateBatch | None) -> None:
-        if not (resident or batch or step.parameters):
+    def _step_stored(self, step: StreamedStep, in_place: list[InPlaceUpdate], batch: UpdateBatch | None) -> None:
+        if not (in_place or batch or step.parameters):
             self._last_step = None
             return
         try:
             EXECUTOR.begin(self._stage)
             EXECUTOR.drop_anticipated()
-            if resident:
-                step.update_residents(resident)
+            if in_place:
+                step.update_in_place(in_place)
             if batch is not None:
                 step.add(batch)
             step.close(overlap=self.overlap)
