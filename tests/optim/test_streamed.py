@@ -146,7 +146,7 @@ def test_momentum_that_is_zero_for_a_while_is_kept(twins, placement: str):
 def test_what_a_schedule_changes_at_every_step_is_tried_once(twins, monkeypatch, kind: type, placement: str):
     """The learning rate, momentum or betas, and weight decay. What was worked out for the first step serves on."""
     tried = []
-    for name in ("probe", "whole_layout"):
+    for name in ("probe", "non_elementwise_layout"):
         found = getattr(layouts, name)
         monkeypatch.setattr(layouts, name, lambda *args, of=found: (tried.append(of), of(*args))[1])
     pair = twins(placement, shapes=((30, 40), (50, 60)))

@@ -14,8 +14,8 @@ import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError
 from zinf_fx.optim.arithmetic import step_without_hooks
-from zinf_fx.optim.layouts import whole_layout
-from zinf_fx.optim.slices import OpenWhole
+from zinf_fx.optim.layouts import non_elementwise_layout
+from zinf_fx.optim.slices import OpenNonElementwise
 from zinf_fx.runtime.gradients.accumulate import accumulate
 
 
@@ -293,9 +293,9 @@ def test_each_shape_of_a_model_is_tried_once(twins, monkeypatch):
 
     def counted(*arguments: object) -> object:
         tried.append(arguments)
-        return whole_layout(*arguments)
+        return non_elementwise_layout(*arguments)
 
-    monkeypatch.setattr("zinf_fx.optim.layouts.whole_layout", counted)
+    monkeypatch.setattr("zinf_fx.optim.layouts.non_elementwise_layout", counted)
     pair = twins(shapes=[(3 + number, 4) for number in range(70)])
     optimizer = optim.Adafactor(pair.stored)
     for _ in range(2):
@@ -457,9 +457,9 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(twins, monkeypatch, plai
     saved = {k: copy.deepcopy(v) for k, v in reference.state_dict().items()}
     arena = pair.stored[0].stored.tiers.host
     pair.give_gradients()
-    in_use, count, store = arena.in_use, 0, OpenWhole.store
+    in_use, count, store = arena.in_use, 0, OpenNonElementwise.store
 
-    def failing(part: OpenWhole, unscaled: bool) -> None:
+    def failing(part: OpenNonElementwise, unscaled: bool) -> None:
         nonlocal count
         count += 1
         if count == 2:
@@ -467,7 +467,7 @@ def test_a_torn_step_is_refused_until_a_state_is_loaded(twins, monkeypatch, plai
         store(part, unscaled)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lightning"):
-        patch.setattr(OpenWhole, "store", failing)
+        patch.setattr(OpenNonElementwise, "store", failing)
         optimizer.step()
     assert arena.in_use <= in_use and all(stored.grad is not None for stored in pair.stored)
     with pytest.raises(OptimizerError, match=r"was interrupted \(RuntimeError: lightning\): 1 .* updated, 1 .*in part"):

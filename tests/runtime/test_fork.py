@@ -132,13 +132,13 @@ def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path:
     def drop() -> None:
         model.zero_grad()
         gc.collect()
-        assert allocation._leased._is_there
+        assert allocation._host_buffer._is_there
 
     assert _in_child(drop) == ""
     assert all(map(torch.equal, before, [p.grad.full_tensor() for p in model.parameters()]))
     model.zero_grad()
     gc.collect()
-    assert not allocation._leased._is_there
+    assert not allocation._host_buffer._is_there
 
 
 def test_a_child_that_drops_its_parents_tensors_gives_no_memory_back() -> None:

@@ -58,12 +58,12 @@ class ChunkMemory:
         """Decide how large the chunks of `batch`, and of all that may come, are: as configured, unless other room is
         planned."""
         more = len(self._stored) > len(batch.parameters)
-        each = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
-        self.elements = chunk_elements(batch.chunk_bytes, each.all, self.tiers)
+        per_element = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
+        self.elements = chunk_elements(batch.chunk_bytes, per_element.all, self.tiers)
         self.count = min(tiers.chunk_count for tiers in self.tiers)
         self._lanes = lanes_for(self.elements)
-        self._chunk_written = self.elements * each.written
-        self._chunk_bytes = self.elements * each.opened
+        self._chunk_written = self.elements * per_element.written
+        self._chunk_bytes = self.elements * per_element.opened
 
     def open(self, chunk: Chunk) -> OpenChunk:
         """Open the next chunk, but for its gradients."""
@@ -129,8 +129,8 @@ class ChunkMemory:
     def writes_enough(self) -> bool:
         """Whether the disk has writes to do for a while, so that the next chunk can wait until it is needed: what it
         changes is read from memory until that is written."""
-        one = self._chunk_written
-        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(one) for tiers in self.tiers)
+        nbytes = self._chunk_written
+        return self.count > CHUNKS and not all(tiers.chunk_writes.at_most(nbytes) for tiers in self.tiers)
 
     @property
     def has_room(self) -> bool:
@@ -316,8 +316,8 @@ class ChunkQueue:
         """Cut what came into chunks."""
         if not self._loose:
             return
-        several = list(self._loose)
-        batch = UpdateBatch.of(several)
+        batches = list(self._loose)
+        batch = UpdateBatch.of(batches)
         if not self.memory.elements:
             self.memory.plan(batch)
         chunks = batch.chunks(self.memory.elements)
@@ -325,7 +325,7 @@ class ChunkQueue:
             self._unopened += chunks[len(self._read) :]
             read, self._read = self._read, []
             self._opened += read
-            for _ in several:  # last, so that nobody finds the queue empty meanwhile
+            for _ in batches:  # last, so that nobody finds the queue empty meanwhile
                 self._loose.popleft()
             self._went += batch.elements
 
@@ -355,7 +355,7 @@ class ChunkQueue:
             self.memory.open_gradients(chunk)
         while self._unopened and len(self._opened) < self.memory.count - 1 and self.memory.has_room:
             chunk = self._unopened[0]
-            if chunk.kind.whole and self._opened and len(chunk.slices[0].elements[0]) > self.memory.elements:
+            if chunk.kind.non_elementwise and self._opened and len(chunk.slices[0].elements[0]) > self.memory.elements:
                 break  # what is larger than a chunk comes alone
             self._open_next()
 

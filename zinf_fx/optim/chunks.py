@@ -17,7 +17,7 @@ from zinf_fx.optim.elements import moved
 from zinf_fx.optim.kernels import NativeOperands
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.recurrence import same_objects
-from zinf_fx.optim.slices import OpenSlice, OpenWhole, SliceStates, Update, UpdateGroup
+from zinf_fx.optim.slices import OpenNonElementwise, OpenSlice, SliceStates, Update, UpdateGroup
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import at_the_same_time
 from zinf_fx.optim.update import Operands, update_elements
@@ -89,7 +89,8 @@ class Chunk:
     @cached_property
     def converts(self) -> bool:
         """Whether anything is stored in another dtype or format than the update computes in."""
-        return not self.kind.whole and any([states.scratch_rows for piece in self.slices for states in piece.members])
+        members = (states for piece in self.slices for states in piece.members)
+        return not self.kind.non_elementwise and any([states.scratch_rows for states in members])
 
     def calls(self, opened: Sequence[OpenSlice], elements: int) -> list[Call]:
         """The calls of the torch class, over at most so many elements each."""
@@ -117,10 +118,10 @@ class Chunk:
             for pieces in cut([Member([range(count)]) for count in counts], elements):
                 parts: list[Part] = []
                 for piece in pieces:
-                    at, (some,) = piece.members.start, piece.elements
+                    at, (elements_of_part,) = piece.members.start, piece.elements
                     number, member = members[at]
-                    ends = some.stop == counts[at] and self.slices[number].is_last
-                    parts.append(Part(number, member, some, ends))
+                    ends = elements_of_part.stop == counts[at] and self.slices[number].is_last
+                    parts.append(Part(number, member, elements_of_part, ends))
                 divided.append((group, parts))
         latest = {part.slice: number for number, (_, parts) in enumerate(divided) for part in parts}
         ended = [[updated for updated, last in latest.items() if last == number] for number in range(len(divided))]
@@ -282,7 +283,7 @@ class ChunkUpdate:
             opened_slice.wait()
         for opened_slice in opened.slices:
             self._progress.begun.update(opened_slice.states.parameters)
-        if opened.chunk.kind.whole:
+        if opened.chunk.kind.non_elementwise:
             for opened_slice in opened.slices:
                 self._update_whole(opened_slice)
         else:
@@ -309,7 +310,7 @@ class ChunkUpdate:
         chunk.keep(opened.slices)
 
     def _update_whole(self, opened: OpenSlice) -> None:
-        assert isinstance(opened, OpenWhole)
+        assert isinstance(opened, OpenNonElementwise)
         (update,) = opened.states.updates
         inner = self.borrowed(update.group.options, update.group.kind.place)
         self._store(opened, {update.states: opened.update(inner, copied(numbers_of(update)))})
@@ -322,7 +323,7 @@ class ChunkUpdate:
         if not updated.is_last:
             return
         show([update.entry for update in updated.updates], [numbers[states] for states in updated.members])
-        if updated.kind.is_first or updated.kind.whole or updated.has_masters:
+        if updated.kind.is_first or updated.kind.non_elementwise or updated.has_masters:
             for update in updated.updates:
                 _show_stored(update, opened.names)
         self._progress.finish(updated.parameters, updated.touched)

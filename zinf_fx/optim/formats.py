@@ -84,7 +84,7 @@ class KeptAs:
         }
         for option, (given, values) in accepted.items():
             if given not in values:
-                meant = did_you_mean(given, [one for one in values if isinstance(one, str)])
+                meant = did_you_mean(given, [value for value in values if isinstance(value, str)])
                 raise OptimizerError(f"{option}={given!r} is not accepted: {', '.join(map(repr, values))} are{meant}")
         return cls(state_dtype, master_dtype)
 
@@ -197,11 +197,11 @@ def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
         )
 
 
-def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def decode(name: str, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Write the values, fp32 [n], of the codes [n] of a state and its scales [blocks]; they are returned."""
     table = _table(_is_signed(name), values.device)
     if values.device.type != "cpu":
-        whole = table[found.to(torch.int32)]
+        whole = table[codes.to(torch.int32)]
         _by_blocks(torch.mul, whole, scales, values)
         return values
     count, threads = values.numel(), torch.get_num_threads()
@@ -209,7 +209,7 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
     for first, rows, columns in ((0, even // BLOCK, BLOCK), (even, int(even < count), count - even)):
         kernels.dequantize(
             kernels.PLACES,
-            found.data_ptr() + first,
+            codes.data_ptr() + first,
             BLOCK,
             kernels.SCALES_FP32,
             scales.data_ptr() + first // BLOCK * scales.itemsize,
@@ -225,7 +225,7 @@ def decode(name: str, found: torch.Tensor, scales: torch.Tensor, values: torch.T
     return values
 
 
-def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.Tensor) -> None:
+def encode(name: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the codes [n] of the values, fp32 [n], of a state, and the scales [blocks]."""
     values, bounds = values.contiguous(), _bounds(_is_signed(name), values.device)
     if values.device.type == "cpu":
@@ -236,7 +236,7 @@ def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.T
             BLOCK,
             bounds.data_ptr(),
             first.data_ptr(),
-            found.data_ptr(),
+            codes.data_ptr(),
             scales.data_ptr(),
             torch.get_num_threads(),
         )
@@ -246,7 +246,7 @@ def encode(name: str, values: torch.Tensor, found: torch.Tensor, scales: torch.T
     scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
     divided = torch.empty_like(values)
     _by_blocks(torch.div, values, torch.where(scales > 0, scales, 1.0), divided)
-    found.copy_(torch.bucketize(divided, bounds[:-1]))
+    codes.copy_(torch.bucketize(divided, bounds[:-1]))
 
 
 def _by_blocks(
@@ -266,12 +266,12 @@ def _numbers(signed: bool) -> list[float]:
     """The 256 numbers of dynamic quantisation, ascending: of each decade the middles of equal steps, half of the number
     of steps of the decade above it; zero, and one."""
     decades = 7
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for decade in range(decades):
         steps = 2 ** (decade if signed else decade + 1)
         middles = (0.1 + 0.9 * (step + 0.5) / steps for step in range(steps))
-        found += [10.0 ** (decade - decades + 1) * middle for middle in middles]
-    return sorted(chain(found, (-number for number in found[2:])) if signed else found)
+        numbers += [10.0 ** (decade - decades + 1) * middle for middle in middles]
+    return sorted(chain(numbers, (-number for number in numbers[2:])) if signed else numbers)
 
 
 @cache
@@ -386,12 +386,12 @@ def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value:
             source = open_elements(value, CPU, part.start, len(part))
             windows.callback(source.close)
             beside = _beside(name, part)
-            found = [windows.enter_context(overwritten(*one)) for one in ((target, part), (companion, beside))]
+            written = [windows.enter_context(overwritten(*place)) for place in ((target, part), (companion, beside))]
             values = source.wait().to(torch.float32)
             if name == MASTER:
-                split(values, values.to(torch.bfloat16), *found)
+                split(values, values.to(torch.bfloat16), *written)
             else:
-                encode(name, values, *found)
+                encode(name, values, *written)
 
 
 def decode_into(
@@ -406,17 +406,17 @@ def decode_into(
         let_through()
         with ExitStack() as windows:
             beside = _beside(name, part)
-            several = [(value, part), (companion, beside), *([(parameter, part)] if name == MASTER else [])]
-            sources = [open_elements(one, CPU, some.start, len(some)) for one, some in several]
+            read = [(value, part), (companion, beside), *([(parameter, part)] if name == MASTER else [])]
+            sources = [open_elements(tensor, CPU, elements.start, len(elements)) for tensor, elements in read]
             for source in sources:
                 windows.callback(source.close)
-            elements = windows.enter_context(overwritten(target, part))
+            written = windows.enter_context(overwritten(target, part))
             stored, of_companion, *weights = [source.wait() for source in sources]
             values = torch.empty(len(part), dtype=torch.float32, device="cpu")
             if name == MASTER:
-                elements.copy_(join(weights[0], stored, of_companion, values))
+                written.copy_(join(weights[0], stored, of_companion, values))
             else:
-                elements.copy_(decode(name, stored, of_companion, values))
+                written.copy_(decode(name, stored, of_companion, values))
 
 
 def _beside(name: str, part: range) -> range:

@@ -87,19 +87,19 @@ def update_in_chunks(
 
     Raises: StoreError; some elements are updated then, and others not.
     """
-    tiers = list({id(tiers): tiers for tiers in (tensor.stored.tiers for tensor in tensors)}.values())
+    all_tiers = list({id(tiers): tiers for tiers in (tensor.stored.tiers for tensor in tensors)}.values())
     moved = (t.dtype.itemsize for t in tensors if not t.stored.bytes.in_host_memory)
     bytes_per_element = max(moved, default=0)
-    elements = chunk_elements(min(tensor.stored.config.chunk for tensor in tensors), bytes_per_element, tiers)
+    elements = chunk_elements(min(tensor.stored.config.chunk for tensor in tensors), bytes_per_element, all_tiers)
 
     nbytes = elements * bytes_per_element
     # At the end of the room, whose beginning may have what is read for the step.
-    behind = max(min(each.chunk_room for each in tiers) - CHUNKS * nbytes, 0)
+    behind = max(min(tiers.chunk_room for tiers in all_tiers) - CHUNKS * nbytes, 0)
 
     def open_pieces(numbered: tuple[int, tuple[ChunkSlice, ...]]) -> OpenPieces:
         number, slices = numbered
-        with in_turn(tiers, part_of(number, nbytes, behind)):
-            return OpenPieces([(tensors[one.members.start], one.elements[0]) for one in slices], place)
+        with in_turn(all_tiers, part_of(number, nbytes, behind)):
+            return OpenPieces([(tensors[piece.members.start], piece.elements[0]) for piece in slices], place)
 
     try:
         members = [Member(tensor.stored.share.current) for tensor in tensors]
@@ -108,12 +108,12 @@ def update_in_chunks(
                 with closing(chunk):
                     update(chunk.wait())
                     chunk.store()
-                for each in tiers:
-                    each.limit_writes(nbytes)
-        for each in tiers:
-            each.drain()
+                for tiers in all_tiers:
+                    tiers.limit_writes(nbytes)
+        for tiers in all_tiers:
+            tiers.drain()
     except BaseException as error:
-        drain_after(error, tiers)
+        drain_after(error, all_tiers)
         raise
 
 
@@ -215,7 +215,7 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
     return None
 
 
-def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor) -> None:
+def _agree_on_infinities(gradients: Sequence[StoredTensor], infinities: torch.Tensor) -> None:
     """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
     together = dict.fromkeys(gradient.stored.share.ranks for gradient in gradients)
     for gradient in gradients:
@@ -223,7 +223,7 @@ def _agree_on_infinities(gradients: Sequence[StoredTensor], found: torch.Tensor)
             tensor_ranks(gradient.stored.config, group) for group in gradient.stored.share.part_of
         )
     for ranks in together:
-        ranks.reduce_over_all(found, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
+        ranks.reduce_over_all(infinities, "whether gradients are finite", torch.distributed.ReduceOp.MAX)
 
 
 def _run_on_one(

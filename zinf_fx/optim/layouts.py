@@ -57,7 +57,7 @@ class StateLayout:
         tensors: names and dtypes of the states that are streamed.
         scalars: names and dtypes of those that stay in memory, mostly one number for the whole parameter (None: no
             tensor).
-        whole: whether the update of an element depends on others, so that a parameter is updated whole.
+        non_elementwise: whether the update of an element depends on others, so that a parameter is updated whole.
         shapes: of the states that are tensors of another shape than the parameter's, where it is updated whole.
         form: what element-wise states are kept in, where it isn't the class's own dtype.
         splits: whether masters are split.
@@ -65,7 +65,7 @@ class StateLayout:
 
     tensors: Mapping[str, torch.dtype]
     scalars: Mapping[str, torch.dtype | None]
-    whole: bool = False
+    non_elementwise: bool = False
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     form: StateForm | None = None
     splits: bool = False
@@ -220,7 +220,7 @@ STORED_FROM_BYTES = PAGE
 _READS = 1000
 
 
-def whole_layout(
+def non_elementwise_layout(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, parameter: StoredTensor, dtype: torch.dtype
 ) -> StateLayout:
     """The layout of `kind`'s states for a parameter that is updated in `dtype`, from one step over one of its shape: of
@@ -248,7 +248,7 @@ def whole_layout(
         if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
             shapes[name] = value.shape
     return StateLayout(
-        MappingProxyType(tensors), MappingProxyType(scalars), whole=True, shapes=MappingProxyType(shapes)
+        MappingProxyType(tensors), MappingProxyType(scalars), non_elementwise=True, shapes=MappingProxyType(shapes)
     )
 
 
@@ -304,7 +304,7 @@ def _check_independent(
             if kept:
                 raise refusal(kind, f"its state '{kept[0]}' is a collection of tensors")
     parameters = [inner.param_groups[0]["params"][0] for inner in alone]
-    if any(not same_values(one, [other]) for one, other in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
+    if any(not same_values(mine, [other]) for mine, other in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
         raise refusal(kind, "its update of a parameter depends on other parameters")
 
 
@@ -326,7 +326,7 @@ def _step(
         raise refusal(kind, f"a step over one parameter failed ({type(error).__name__}: {error})") from error
 
 
-def check_can_be_whole(
+def check_non_elementwise(
     kind: type[Optimizer], parameter: StoredTensor, *, in_backward: bool, narrowed: Sequence[str]
 ) -> None:
     """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do. `narrowed`: options
@@ -392,7 +392,7 @@ class Layouts:
 
 def _zero_or_not(value: object) -> object:
     """What is left of an option's number, or of several, when it matters only whether they are zero."""
-    return [one and True for one in value] if isinstance(value, (tuple, list)) else value and True
+    return [number and True for number in value] if isinstance(value, (tuple, list)) else value and True
 
 
 def _of_pieces(
@@ -435,11 +435,11 @@ class GroupLayouts:
             if layout.of_master(parameter.dtype, dtype) and self._kept.splits:
                 check_can_be_split(parameter)
             return layout
-        check_can_be_whole(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
+        check_non_elementwise(self._kind, parameter, in_backward=self._in_backward, narrowed=self._kept.narrowed)
         known, shape = self._find(dtype), parameter.shape
         layout = known.get(shape)
         if layout is None:
-            layout = known[shape] = whole_layout(self._optimizer, self._kind, self._group, parameter, dtype)
+            layout = known[shape] = non_elementwise_layout(self._optimizer, self._kind, self._group, parameter, dtype)
         return layout
 
 

@@ -64,6 +64,6 @@ def values_of(states: Iterable[dict[str, Any]]) -> list[object]:
     return list(chain.from_iterable(map(dict.values, states)))
 
 
-def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+def same_objects(mine: Sequence[object], theirs: Sequence[object]) -> bool:
     """Whether they are the same objects in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return len(mine) == len(theirs) and all(map(is_, mine, theirs))

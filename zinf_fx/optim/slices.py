@@ -39,19 +39,19 @@ class UpdateKind(NamedTuple):
         dtype: in which they are updated.
         names: the states that are stored.
         present: those of them, and of the master, that hold values; the torch class makes the others.
-        whole: each is updated whole, in a chunk of its own, because the class isn't element-wise.
+        non_elementwise: whether each is updated whole, in a chunk of its own, because the class isn't element-wise.
     """
 
     place: Device
     dtype: torch.dtype
     names: tuple[str, ...]
     present: frozenset[str]
-    whole: bool
+    non_elementwise: bool
 
     @property
     def is_first(self) -> bool:
         """Whether the torch class makes states, in memory of its own."""
-        return not self.present.issuperset(self.names) or (self.whole and not self.names)
+        return not self.present.issuperset(self.names) or (self.non_elementwise and not self.names)
 
 
 class UpdateGroup:
@@ -83,9 +83,9 @@ class UpdateGroups:
         """Return the update group of a parameter in the optimizer's group of this number. `present`: the states that
         hold values."""
         names = tuple(layout.tensors)
-        if layout.whole:  # others may be present, and the class makes what it needs
+        if layout.non_elementwise:  # others may be present, and the class makes what it needs
             names = tuple(name for name in states.tensors if name in present and name not in states.masters)
-        kind = UpdateKind(states.place, states.dtype, names, present, layout.whole)
+        kind = UpdateKind(states.place, states.dtype, names, present, layout.non_elementwise)
         if (number, kind) not in self._known:
             self._known[number, kind] = UpdateGroup(snapshot(group), kind)
         return self._known[number, kind]
@@ -146,11 +146,11 @@ class SliceStates:
         for name in (*self.members[0].masters, *self.kind.names):
             tensors = [states.tensors[name] for states in self.members]
             parts = [part_of(name, names, elements) for elements in self.elements]
-            rows[name] = self._row(tensors, [range(tensors[0].numel())] if self.kind.whole else parts)
+            rows[name] = self._row(tensors, [range(tensors[0].numel())] if self.kind.non_elementwise else parts)
         return rows
 
     def _row(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> Row:
-        gathers = self.kind.whole and tensors[0].stored.share.in_shares
+        gathers = self.kind.non_elementwise and tensors[0].stored.share.in_shares
         return GatheredRow(tensors[0]) if gathers else StoredRow(tensors, elements)
 
     @cached_property
@@ -173,7 +173,7 @@ class SliceStates:
 
     def open(self) -> OpenSlice:
         """Open the windows of weights and states. Raises: StoreError; no window is open then."""
-        return OpenWhole(self) if self.kind.whole else OpenSlice(self)
+        return OpenNonElementwise(self) if self.kind.non_elementwise else OpenSlice(self)
 
 
 class _Run(NamedTuple):
@@ -211,7 +211,7 @@ class StoredRow:
 
     def __init__(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> None:
         storages = [tensor.stored for tensor in tensors]
-        self._tiers, self._is_leased = storages[0].tiers, all(storage.lease is not None for storage in storages)
+        self._tiers, self._in_buffer = storages[0].tiers, all(storage.buffer_place is not None for storage in storages)
         self._keys = frozenset(storage.key for storage in storages)
         self._shares = [storage.share for storage in storages]
         firsts = [n for n, storage in enumerate(storages) if not n or not storage.bytes.follows(storages[n - 1].bytes)]
@@ -222,7 +222,7 @@ class StoredRow:
     def holds_no_memory(self) -> bool:
         """Whether it is all the same to the memories how long this is there: buffers of gradients are used again."""
         allocations = [run.bytes.allocation for run in self._runs]
-        return self._is_leased and all([where.tier == "nvme" or where.is_reused for where in allocations])
+        return self._in_buffer and all([where.tier == "nvme" or where.is_reused for where in allocations])
 
     def open(self, place: Device, load: bool) -> Iterator[Window | DeviceWindow]:
         """Open windows with all of them, where `place` computes, once nothing else is about to change them."""
@@ -392,7 +392,7 @@ class OpenSlice(OpenWindows):
                 window.store()
 
 
-class OpenWhole(OpenSlice):
+class OpenNonElementwise(OpenSlice):
     """A whole parameter, everything in its own shape, for one update of a class that isn't element-wise."""
 
     def __init__(self, states: SliceStates) -> None:
@@ -409,7 +409,7 @@ class OpenWhole(OpenSlice):
         `numbers`: those now."""
         (states,) = self.states.members
         shape = states.parameter.shape
-        # What the class updates. A split master is refused: see `check_can_be_whole`.
+        # What the class updates. A split master is refused: see `check_non_elementwise`.
         stored = self._of_masters[MASTER][0] if self._masters else self._of_parameters[0]
         memory = {name: array[0].view(states.tensors[name].shape) for name, array in self._of_states.items()}
         weights = stored.view(shape)

@@ -287,8 +287,8 @@ class ParameterStates:
 
     def states_nbytes(self, elements: range) -> int:
         """Bytes of the states of some elements of the parameter, masters among them."""
-        several = ((part_of(name, self.tensors, elements), tensor) for name, tensor in self.tensors.items())
-        return sum(len(part) * tensor.dtype.itemsize for part, tensor in several)
+        parts = ((part_of(name, self.tensors, elements), tensor) for name, tensor in self.tensors.items())
+        return sum(len(part) * tensor.dtype.itemsize for part, tensor in parts)
 
     def reserve(self, layout: StateLayout, dtype: torch.dtype) -> None:
         """Make room for the states of `layout` that have none, and for a master where one is needed by now. `dtype`:
@@ -321,7 +321,7 @@ class ParameterStates:
         for name, kept_in in layout.tensors.items():
             if name not in self.tensors:
                 self._reserve(name, kept_in, layout.shapes.get(name))
-        if layout.whole:
+        if layout.non_elementwise:
             self._check_room()
         else:
             gradient = self.parameter.stored.gradient  # which plans look at
@@ -415,7 +415,7 @@ class ParameterStates:
 def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Parameters that live side by side together, and each such group, in the order in which they were made."""
     allocations: dict[Allocation, list[StoredTensor]] = {}
-    for parameter in sorted(parameters, key=lambda one: one.stored.key):
+    for parameter in sorted(parameters, key=lambda parameter: parameter.stored.key):
         allocations.setdefault(parameter.stored.bytes.allocation, []).append(parameter)
     return list(allocations.values())
 
@@ -453,7 +453,7 @@ class KeptStates:
             alike: dict[Hashable, list[StoredTensor]] = {}
             for parameter in members:
                 layout = layouts[parameter]
-                if not layout.whole:
+                if not layout.non_elementwise:
                     alike.setdefault(tuple(layout.tensors.items()), []).append(parameter)
             for together in alike.values():
                 if len(together) > 1:

@@ -93,13 +93,13 @@ class StreamedStep:
                 self._memory.tiers.append(tiers)
         self._progress.irrevocable |= owned
         # Let autograd notice at once, as after any in-place update.
-        torch.autograd.graph.increment_version(batch.wholes)
+        torch.autograd.graph.increment_version(batch.users_parameters)
         announce_writes(batch.bytes)
         self._overlaps &= owned or batch.streams_gradients
         for group, states, _ in batch.in_shares:
             share = states.parameter.stored.share
-            share.stale |= not (share.partitioned or group.kind.whole)
-            self._overlaps &= not group.kind.whole  # what is collective has its turn
+            share.stale |= not (share.partitioned or group.kind.non_elementwise)
+            self._overlaps &= not group.kind.non_elementwise  # what is collective has its turn
         self._progress.pending |= batch.touched
         self.parameters |= batch.parameters
         if owned:

@@ -523,16 +523,16 @@ class Streamed(Optimizer):
 
     def _batch(self, step: StreamedStep, groups: Sequence[Group]) -> UpdateBatch | None:
         """The updates of stored parameters in `groups` whose gradients `step` has not taken, if there are any."""
-        several = [group["params"] for group in groups]
+        parameters = [group["params"] for group in groups]
         layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
         recurring, self._recurring = None if step.parameters else self._recurring, None
-        if recurring is not None and recurring.comes_again(several, self._state, layouts):
+        if recurring is not None and recurring.comes_again(parameters, self._state, layouts):
             self._recurring = recurring
             return recurring.batch
         stored = (p for p in self._groups if isinstance(p, StoredTensor) and p not in step.parameters)
         updates = [self._update_of(parameter, layouts) for parameter in stored if parameter.grad is not None]
         batch = UpdateBatch(updates) if updates else None
-        self._recurring = batch and RecurringUpdates.of(batch, several, self._state, layouts)
+        self._recurring = batch and RecurringUpdates.of(batch, parameters, self._state, layouts)
         return batch
 
     def _update_of(self, parameter: StoredTensor, layouts: Callable[[int], GroupLayouts]) -> Update:
@@ -571,15 +571,15 @@ def reserve_states(optimizer: Streamed) -> None:
         raise OptimizerError(str(optimizer.torn))
     if optimizer.state:
         return
-    found = {}
+    states = {}
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         ordinary = [parameter for parameter in trained if stored_parameter(parameter) is None]
         if ordinary:
             made = states_of_zeros(optimizer, optimizer._arithmetic, group, ordinary)
-            found.update(zip(ordinary, made, strict=True))
+            states.update(zip(ordinary, made, strict=True))
         for parameter in trained:
             if (stored := stored_parameter(parameter)) is not None:
-                found[stored.whole] = optimizer.reserved(stored, group)
-    optimizer.state.update(found)
+                states[stored.whole] = optimizer.reserved(stored, group)
+    optimizer.state.update(states)
     optimizer.torn = ReservedStates("states were reserved", (), (), ())

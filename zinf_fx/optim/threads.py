@@ -57,8 +57,8 @@ def lanes_for(elements: int) -> tuple[int, int]:
     return (lanes, piece) if lanes > 1 else (1, min(AT_A_TIME, elements))
 
 
-def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Sequence[P]) -> Generator[R, None, None]:
-    """`work` of each in `several`, in one of the lanes, by the threads; what it gives comes in order. A lane does one
+def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], pieces: Sequence[P]) -> Generator[R, None, None]:
+    """`work` of each of `pieces`, in one of the lanes, by the threads; what it gives comes in order. A lane does one
     piece of work at a time, so that at most as many are under way. When this is closed, all that began is over.
 
     In one lane, or where no thread is to be had, as at exit, the work is done here.
@@ -73,14 +73,14 @@ def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], several: Seq
             _here.is_alone = True  # submitting takes locks that a finalizer must not wait for
             try:
                 with suppress(RuntimeError):  # Python takes no more work when it is about to exit
-                    for one in several:
-                        futures.append(pool.submit(_served, threading.get_ident(), work, free, one))
+                    for piece in pieces:
+                        futures.append(pool.submit(_served, threading.get_ident(), work, free, piece))
             finally:
                 _here.is_alone = False
         for future in futures:
             yield future.result()
-        for one in several[len(futures) :]:
-            yield work(lanes[0], one)
+        for piece in pieces[len(futures) :]:
+            yield work(lanes[0], piece)
     finally:
         for future in futures:
             future.cancel()
@@ -109,12 +109,12 @@ _pool: ThreadPoolExecutor | None = None
 _count = 0
 
 
-def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], one: P) -> R:
+def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], piece: P) -> R:
     _here.serves = thread
     lane = free.get()
     try:
         with torch.no_grad():
-            return work(lane, one)
+            return work(lane, piece)
     finally:
         free.put(lane)
 

@@ -31,12 +31,12 @@ class Bytes(NamedTuple):
     opened: int
 
     @staticmethod
-    def of(several: Collection[ParameterStates]) -> Bytes:
+    def of(parameters: Collection[ParameterStates]) -> Bytes:
         """That of some parameters."""
         return Bytes(
-            max(each.bytes_per_element for each in several),
-            max(each.bytes_written for each in several),
-            max(each.bytes_opened for each in several),
+            max(states.bytes_per_element for states in parameters),
+            max(states.bytes_written for states in parameters),
+            max(states.bytes_opened for states in parameters),
         )
 
 
@@ -47,7 +47,7 @@ class UpdateBatch:
     Attributes:
         updates: each parameter's.
         parameters: with their states.
-        wholes: the parameters that users have.
+        users_parameters: the parameters that users have.
         bytes: where the parameters live.
         tiers: in which they live.
         touched: keys of the storages that the updates read and write.
@@ -59,7 +59,7 @@ class UpdateBatch:
         self.updates = updates
         self.states = [update.states for update in updates]
         self.parameters = {states.parameter: states for states in self.states}
-        self.wholes = [states.parameter.whole for states in self.states]
+        self.users_parameters = [states.parameter.whole for states in self.states]
         storages = [states.parameter.stored for states in self.states]
         self.bytes = [storage.bytes for storage in storages]
         self.tiers = list(dict.fromkeys(storage.tiers for storage in storages))
@@ -71,9 +71,9 @@ class UpdateBatch:
         self._storages = [weakref.ref(storage, lambda gone: _let_go_of_bytes(mine())) for storage in storages]
 
     @staticmethod
-    def of(several: Sequence[UpdateBatch]) -> UpdateBatch:
+    def of(batches: Sequence[UpdateBatch]) -> UpdateBatch:
         """One of all updates in several."""
-        return several[0] if len(several) == 1 else UpdateBatch([u for batch in several for u in batch.updates])
+        return batches[0] if len(batches) == 1 else UpdateBatch([u for batch in batches for u in batch.updates])
 
     @cached_property
     def elements(self) -> int:
@@ -146,11 +146,11 @@ class UpdateBatch:
             by_kind.setdefault(update.group.kind, {})[update.states.parameter] = update
         for kind, updates in by_kind.items():
             members = [updates[parameter] for parameter in sorted(updates, key=_place)]
-            if kind.whole:
-                wholes = [(update, range(update.states.parameter.numel())) for update in members]
-                for update, whole in wholes:
-                    chunk = Chunk([SliceStates([update], [whole], is_last=True)])
-                    chunks.append((_place(update.states.parameter), chunk))
+            if kind.non_elementwise:
+                for update in members:
+                    parameter = update.states.parameter
+                    chunk = Chunk([SliceStates([update], [range(parameter.numel())], is_last=True)])
+                    chunks.append((_place(parameter), chunk))
                 continue
             place = 0
             joins = [False, *(update.states.joins(before.states) for before, update in pairwise(members))]
@@ -215,7 +215,7 @@ class RecurringUpdates:
         kinds = [type(parameter) for parameter in chain.from_iterable(groups)]
         if kinds != [StoredTensor] * len(batch.parameters) or not batch.streams_gradients:
             return None
-        if any(update.group.kind.whole for update in batch.updates):
+        if any(update.group.kind.non_elementwise for update in batch.updates):
             return None
         stored = [[parameter for parameter in group if isinstance(parameter, StoredTensor)] for group in groups]
         return RecurringUpdates(batch, stored, shown, layouts)

@@ -129,7 +129,7 @@ def test_places_on_nvme_that_are_taken_leave_the_others_usable(tmp_path: Path) -
 def test_a_buffer_goes_with_its_parameters(tmp_path: Path) -> None:
     model = layers(tmp_path, HOST, 3)
     gradients = stored_gradients(list(model.parameters()), torch.float32)
-    buffer = weakref.ref(gradients[0].lease.buffer)
+    buffer = weakref.ref(gradients[0].buffer_place.buffer)
     gone = gradients[0].stored.tiers.host
     used = gone.in_use
     del model

@@ -19,22 +19,23 @@ from zinf_fx.sizes import round_up
 _ALIGNMENT = 64  # bytes: a cache line
 
 
-class Lease:
-    """Whoever holds it has the place of one gradient in a buffer. Every tensor with the gradient's bytes does.
+class BufferPlace:
+    """The place of one gradient in a buffer. It is free when no tensor with the gradient's bytes holds this object.
 
     Attributes:
-        buffer, member: the buffer, and which of its places.
+        buffer: the buffer.
+        member: the number of the place in it.
     """
 
     __slots__ = ("__weakref__", "_memory", "buffer", "member")
 
     def __init__(self, buffer: GradientBuffer, member: int, memory: _Memory) -> None:
-        """`memory`: of the whole buffer, which is there while anybody holds it."""
+        """`memory` stands for that of the whole buffer, which is there while anybody holds it."""
         self.buffer, self.member, self._memory = buffer, member, memory
 
 
 class _Memory:
-    """What all leases of a buffer have that were acquired together."""
+    """What all places of a buffer hold that were acquired together."""
 
 
 class GradientRun(NamedTuple):
@@ -55,10 +56,10 @@ class GradientBuffer:
     """Places for the gradients of some parameters, side by side in the order in which these were made.
 
     [Note: gradient buffers]
-    A gradient acquires its place with a lease, which goes where its bytes go, and is released with the last tensor that
-    has these. Then the next gradient may acquire it. On NVMe, a place stays reserved meanwhile. In host memory, all
-    places are acquired at once; the memory goes back to the arena when the last of them is released, and the next
-    gradients acquire the same memory, if nobody else has it by then.
+    A gradient acquires its `BufferPlace`, which every tensor with its bytes holds, and releases it with the last of
+    these. Then the next gradient may acquire it. On NVMe, a place stays reserved meanwhile. In host memory, all places
+    are acquired at once; the memory goes back to the arena when the last of them is released, and the next gradients
+    acquire the same memory, if nobody else has it by then.
 
     Attributes:
         dtype: of the gradients.
@@ -96,7 +97,7 @@ class GradientBuffer:
         """New gradients in these places, without values yet; None where that can't be now."""
         storages = self._storages[members.start : members.stop]
         for storage in storages:
-            if storage.lease is not None and storage.lease() is not None:
+            if storage.buffer_place is not None and storage.buffer_place() is not None:
                 return None
         memory = _Memory()
         if self._returns_memory:
@@ -106,8 +107,8 @@ class GradientBuffer:
         self._was_acquired = True
         gradients = []
         for member, storage in zip(members, storages, strict=True):
-            lease = Lease(self, member, memory)
-            storage.lease = weakref.ref(lease)
+            place = BufferPlace(self, member, memory)
+            storage.buffer_place = weakref.ref(place)
             gradients.append(StoredTensor.of(storage, *self._places[member]))
         return gradients
 
@@ -129,15 +130,15 @@ class GradientBuffer:
 
 def run_of(gradients: Sequence[StoredTensor]) -> GradientRun | None:
     """Where gradients live, if these are consecutive places of one buffer."""
-    lease = gradients[0].lease
-    if not isinstance(lease, Lease):
+    first = gradients[0].buffer_place
+    if not isinstance(first, BufferPlace):
         return None
-    members = range(lease.member, lease.member + len(gradients))
+    members = range(first.member, first.member + len(gradients))
     for member, gradient in zip(members, gradients, strict=True):
-        other = gradient.lease
-        if not isinstance(other, Lease) or other.buffer is not lease.buffer or other.member != member:
+        place = gradient.buffer_place
+        if not isinstance(place, BufferPlace) or place.buffer is not first.buffer or place.member != member:
             return None
-    return lease.buffer.run(members)
+    return first.buffer.run(members)
 
 
 def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:

@@ -82,7 +82,8 @@ class Reduction:
         """Reduce each segment of a gradient in a collective of its own: see [Note: segments]. Returns what is reduced,
         and where the result comes to lie."""
         count = gradient.numel()
-        source = gradient.new_empty(sum(one.padded for one in segments) if segments else count, dtype=self._summed_in)
+        padded = sum(segment.padded for segment in segments) if segments else count
+        source = gradient.new_empty(padded, dtype=self._summed_in)
         source[:count].view(gradient.shape).copy_(gradient)
         self._divide(source[:count])
         source[count:].zero_()
@@ -90,7 +91,7 @@ class Reduction:
             return source, source
         first, owner = segments[0], segments[0].owner
         if owner is None:
-            result = source.new_empty(sum(one.shard for one in segments))
+            result = source.new_empty(sum(segment.shard for segment in segments))
         else:
             result = source if owner == self._ranks.shard else source[:0]
         for segment in segments:
@@ -131,7 +132,7 @@ class Reduction:
         """How many elements of each gradient this rank gets, with padding."""
         if self.whole:
             return [shape.numel() for shape in self._shapes]
-        return [sum(len(one.held_by(self._ranks.shard)) for one in segments) for segments in self._segments]
+        return [sum(len(segment.held_by(self._ranks.shard)) for segment in segments) for segments in self._segments]
 
     @property
     def gradients(self) -> list[ReducedGradient]:

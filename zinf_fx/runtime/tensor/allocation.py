@@ -33,9 +33,9 @@ Under = list[tuple[range, Ticket]]
 
 def forget_what_is_done(under: Under) -> None:
     """Remove what is over. Another thread may add to the list meanwhile, or remove the same."""
-    for one in [one for one in under if one[1].done()]:
+    for transfer in [transfer for transfer in under if transfer[1].done()]:
         with contextlib.suppress(ValueError):
-            under.remove(one)
+            under.remove(transfer)
 
 
 class Follower(Protocol):
@@ -117,9 +117,9 @@ class Allocation:
             self.in_store = in_file or CopyOnWrite(tiers.store, count * dtype.itemsize)
             self._at_end(self, self.in_store.free)
         elif tier == "host":
-            self._leased = _Leased(tiers.allocate(count * dtype.itemsize))
-            self._in_host = self._leased.buffer.tensor((count,), dtype)
-            self._at_end(self, self._leased.give_back)
+            self._host_buffer = _HostBuffer(tiers.allocate(count * dtype.itemsize))
+            self._in_host = self._host_buffer.buffer.tensor((count,), dtype)
+            self._at_end(self, self._host_buffer.give_back)
         elif tier == "device":
             with torch.inference_mode(False):
                 if on_device is None:
@@ -186,11 +186,11 @@ class Allocation:
         self._at_end(owner, self._release_memory)
 
     def _release_memory(self) -> None:
-        self._leased.give_back()
+        self._host_buffer.give_back()
 
     def acquire_again(self) -> bool:
         """After `release_with`, have the same memory again, with undefined elements. Returns whether it was free."""
-        return self._leased.take_again(self.tiers.host)
+        return self._host_buffer.take_again(self.tiers.host)
 
     def elements_of(self, members: range) -> range:
         """The elements of a run of members, with what lies between them."""
@@ -239,7 +239,7 @@ class Allocation:
             others = [range(first, first + memory.numel())]
             if background is not None and not background.asks:
                 others = self._copy_leaving(first, memory)
-            parts = ((one, memory[one.start - first : one.stop - first]) for one in others)
+            parts = ((elements, memory[elements.start - first : elements.stop - first]) for elements in others)
             return joined(all_started(self._read_from_store(elements, part, owner) for elements, part in parts))
 
     def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
@@ -299,15 +299,15 @@ class Allocation:
 
     def before_change(self, elements: range) -> list[Ticket]:
         """What has to end before the elements are changed where they live."""
-        return [one[1] for one in (*self._writes, *self.reads) if overlap(one[0], elements)]
+        return [transfer[1] for transfer in (*self._writes, *self.reads) if overlap(transfer[0], elements)]
 
     def is_being_written(self, elements: range) -> bool:
         """Whether a write to some of the elements is under way."""
-        return any(overlap(one.elements, elements) and not one.ticket.done() for one in list(self._writes))
+        return any(overlap(change.elements, elements) and not change.ticket.done() for change in list(self._writes))
 
     def changed_by(self, elements: range, writer: Ticket) -> None:
         """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
-        self._writes[:] = [one for one in self._writes if not _contains(elements, one.elements)]
+        self._writes[:] = [change for change in self._writes if not _contains(elements, change.elements)]
         self._writes.append(Change(elements, writer))
 
     def await_reads(self, elements: range) -> None:
@@ -320,17 +320,17 @@ class Allocation:
 
         Raises: StoreError when one failed: its elements are lost.
         """
-        for one in list(self._writes):
-            mine = overlap(one.elements, elements)
-            if mine or one.ticket.done():
+        for change in list(self._writes):
+            mine = overlap(change.elements, elements)
+            if mine or change.ticket.done():
                 try:
-                    one.ticket.wait()
+                    change.ticket.wait()
                 except StoreError:  # a failed write stays: its elements are lost, and every later access says so
                     if mine:
                         raise
                 else:
                     with contextlib.suppress(ValueError):  # another thread waited too
-                        self._writes.remove(one)
+                        self._writes.remove(change)
 
     def _at_end(self, owner: object, release: Callable[..., None], *arguments: object) -> None:
         """Call `release` when `owner` is gone, and nothing is under way to or from this: what comes next in its place
@@ -338,28 +338,28 @@ class Allocation:
         finalize(owner, partial(_release, self._writes, self.reads, release, *arguments))
 
 
-class _Leased:
+class _HostBuffer:
     """The memory of an allocation in the host arena."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer, self._is_there = buffer, True
 
     def give_back(self) -> None:
-        """Release it, if that has not been done."""
+        """Release the memory, if that has not been done."""
         if self._is_there:
             self._is_there = False
             self.buffer.release()
 
     def take_again(self, arena: Arena) -> bool:
-        """Lease what was given back. Returns whether it was free."""
+        """Take the memory again that was given back. Returns whether it was free."""
         buffer = None if self._is_there else arena.allocate_again(self.buffer)
         if buffer is not None:
             self.buffer, self._is_there = buffer, True
         return buffer is not None
 
 
-def _contains(one: range, other: range) -> bool:
-    return one.start <= other.start and other.stop <= one.stop
+def _contains(elements: range, other: range) -> bool:
+    return elements.start <= other.start and other.stop <= elements.stop
 
 
 def _await(tickets: Iterable[Ticket]) -> None:
@@ -370,5 +370,5 @@ def _await(tickets: Iterable[Ticket]) -> None:
 
 
 def _release(writes: list[Change], reads: Under, release: Callable[..., None], *arguments: object) -> None:
-    _await(one[1] for one in (*reads, *writes))
+    _await(transfer[1] for transfer in (*reads, *writes))
     release(*arguments)

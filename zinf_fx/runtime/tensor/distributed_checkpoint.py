@@ -69,7 +69,7 @@ class Checkpointable(Operand):
                 f"'{name}' is a gradient of this rank alone, which no other rank knows: save after a backward pass "
                 "outside of no_sync()"
             )
-        pieces = [one for own in share.own for one in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
+        pieces = [piece for own in share.own for piece in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
         boxes = [box for piece in pieces for box in self._all_of_it.boxes_of(piece)]
         self._note(boxes if self.numel() else [self._all_of_it])
         return write_items(name, self, self._boxes.values())
@@ -177,13 +177,13 @@ class StoredBox(UnreadBox):
     @torch.no_grad()
     def value(self) -> torch.Tensor:
         """The elements, in memory of their own: whoever saves in the background has no part in the host arena."""
-        found = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
+        value = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
         for part in self._parts():
             elements = self._whole.hull(part)
             held, start = self._stored.settled(), self._stored.share.position(elements.start)
             there = held.copied(start, len(elements))
-            self._in(found, part).copy_(view_of(there, self._whole, elements.start, part))
-        return found
+            self._in(value, part).copy_(view_of(there, self._whole, elements.start, part))
+        return value
 
     @held_back
     @torch.no_grad()

@@ -79,18 +79,18 @@ class LocalShard:
             return value
         flat, rank = value.reshape(-1), self.ranks.shard
         parts = []
-        for one in self.shards.segments:
-            own = one.of_rank(rank)
-            parts.append(_padded(flat[own.start : own.stop], len(one.held_by(rank))))
+        for segment in self.shards.segments:
+            own = segment.of_rank(rank)
+            parts.append(_padded(flat[own.start : own.stop], len(segment.held_by(rank))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather(self, full: torch.Tensor, held: torch.Tensor, name: str) -> None:
         """Fill `full`, with room for padding, with what every rank holds; this one `held`. `name`: for errors."""
         collectives = []
-        for one in self.shards.segments:
-            part = one.held_by(self.ranks.shard)
-            target, mine = full[one.start : one.start + one.padded], held[part.start : part.stop]
-            collectives.append(self.ranks.all_gather(target, mine, name, one.owner))
+        for segment in self.shards.segments:
+            part = segment.held_by(self.ranks.shard)
+            target, mine = full[segment.start : segment.start + segment.padded], held[part.start : part.stop]
+            collectives.append(self.ranks.all_gather(target, mine, name, segment.owner))
         for collective in collectives:
             collective.wait()
 
@@ -120,13 +120,13 @@ class Refresh:
             self._gather_together(tensors, name)
             return
         ((share, elements),) = tensors
-        for one in share.shards.segments:
-            own = one.of_rank(share.ranks.shard)
-            mine, full = elements[own.start : own.stop], elements[one.start : one.start + one.count]
-            if one.padded > one.count:  # which has no room there
-                mine, target, full = _padded(mine, one.shard), full, elements.new_empty(one.padded)
-                self._copies.append((target, full[: one.count]))
-            self._collectives.append(share.ranks.all_gather(full, mine, name, one.owner))
+        for segment in share.shards.segments:
+            own = segment.of_rank(share.ranks.shard)
+            mine, full = elements[own.start : own.stop], elements[segment.start : segment.start + segment.count]
+            if segment.padded > segment.count:  # which has no room there
+                mine, target, full = _padded(mine, segment.shard), full, elements.new_empty(segment.padded)
+                self._copies.append((target, full[: segment.count]))
+            self._collectives.append(share.ranks.all_gather(full, mine, name, segment.owner))
 
     def _gather_together(self, tensors: Sequence[tuple[LocalShard, torch.Tensor]], name: str) -> None:
         ranks = tensors[0][0].ranks
@@ -151,8 +151,8 @@ def by_ranks(elements: torch.Tensor, shards: torch.Tensor) -> list[tuple[torch.T
     """Parts of a tensor's elements, flat, and the same parts of its shards `[ranks, shard]`, without padding."""
     full, rest = divmod(elements.numel(), shards.shape[1])
     whole = full * shards.shape[1]
-    found = [(elements[:whole].view(full, -1), shards[:full])] if full else []
-    return [*found, (elements[whole:], shards[full, :rest])] if rest else found
+    parts = [(elements[:whole].view(full, -1), shards[:full])] if full else []
+    return [*parts, (elements[whole:], shards[full, :rest])] if rest else parts
 
 
 def _padded(elements: torch.Tensor, size: int) -> torch.Tensor:

@@ -74,13 +74,13 @@ class TensorStorage:
         label: what users know the tensor by.
         place: of a parameter, among those that are updated in one step: in the order in which they were stored, or in
             the one of the plans that they are in.
-        lease: of a gradient, what every tensor with these bytes holds: see [Note: gradient buffers].
+        buffer_place: what every tensor with the bytes of a gradient holds: see [Note: gradient buffers].
         stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
     """
 
     key = 0
     gradient_state = GradientState.STORED
-    lease: weakref.ref[object] | None = None
+    buffer_place: weakref.ref[object] | None = None
     stands_for: TensorStorage | None = None
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
@@ -112,7 +112,8 @@ class TensorStorage:
         storage = None if owner is None else owner()
         if storage is None or storage.token is not token:
             storage = cls._by_key.get(int(token))
-        if storage is None or (storage.lease is not None and storage.lease() is None):  # its place is free
+        place = None if storage is None else storage.buffer_place
+        if storage is None or (place is not None and place() is None):  # somebody else may have it
             raise StoredTensorError(
                 f"token {int(token)} stands for no living stored tensor of this process: where a saved-tensor hook "
                 "copies tensors (save_on_cpu(pin_memory=True) does), use activations='keep'"
@@ -357,7 +358,7 @@ def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]
             refresh = Refresh([(storage.share, storage.bytes.in_memory) for storage in stale], name)
         for storage in stale:
             storage.share.refreshing = refresh
-    return list(dict.fromkeys(one.share.refreshing for one in storages if one.share.refreshing is not None))
+    return list(dict.fromkeys(storage.share.refreshing for storage in storages if storage.share.refreshing is not None))
 
 
 def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:

@@ -114,7 +114,7 @@ class StoredBytes:
         """As `window`, in device memory. `offset` is where in host memory they pass through."""
         elements = range(*self._range(start, count))
         if self.on_device is not None:
-            first, end = (one - self.elements.start for one in (elements.start, elements.stop))
+            first, end = elements.start - self.elements.start, elements.stop - self.elements.start
             return Window(self, elements.start, self.on_device[first:end], None, None)
         host = self._take_prefetched(elements) if load else None
         if host is None:
@@ -253,22 +253,23 @@ class StoredBytes:
         return first, first + count
 
 
-def announce_writes(several: Sequence[StoredBytes]) -> None:
+def announce_writes(written: Sequence[StoredBytes]) -> None:
     """Count writes that work in the background will make. Followers will have them when they are looked at."""
-    followers = {allocation: allocation.present_followers() for allocation in {one.allocation for one in several}}
-    torch.autograd.graph.increment_version([token for one in several for token in one.tokens])
+    allocations = {stored.allocation for stored in written}
+    followers = {allocation: allocation.present_followers() for allocation in allocations}
+    torch.autograd.graph.increment_version([token for stored in written for token in stored.tokens])
     for allocation, present in followers.items():
         allocation.version += 1
         for follower in present:
             follower.version = allocation.version
 
 
-def runs_of(several: Sequence[StoredBytes]) -> list[list[int]]:
+def runs_of(stored: Sequence[StoredBytes]) -> list[list[int]]:
     """The numbers of those that live side by side, in the order in which they live there."""
-    groups = {group: number for number, group in enumerate(dict.fromkeys(one.allocation for one in several))}
+    groups = {group: number for number, group in enumerate(dict.fromkeys(held.allocation for held in stored))}
     runs: list[list[int]] = []
-    for number in sorted(range(len(several)), key=lambda n: (groups[several[n].allocation], several[n].members.start)):
-        if runs and several[number].follows(several[runs[-1][-1]]):
+    for number in sorted(range(len(stored)), key=lambda n: (groups[stored[n].allocation], stored[n].members.start)):
+        if runs and stored[number].follows(stored[runs[-1][-1]]):
             runs[-1].append(number)
         else:
             runs.append([number])

@@ -77,7 +77,7 @@ class StoredTensor(Checkpointable):
     _in_memory: tuple[torch.Tensor, torch.UntypedStorage]  # whole, and this one's memory, once data_ptr() was called
     _local_of: StoredTensor | None = None  # of the local tensor of a DTensor: what stands for it
     _kind: TensorMetadata | None = None  # for __tensor_flatten__
-    lease: object = None  # that of its storage
+    buffer_place: object = None  # that of its storage
     _carried: tuple[str, ...] = ()  # attributes that say what the bytes mean, where a library's modules know
     expects_gradient = False  # becomes true on an object, and goes where its implementation goes
     # What FullyShardedDataParallel calls divided over ranks already, it leaves alone, and has no values of in memory.
@@ -108,8 +108,8 @@ class StoredTensor(Checkpointable):
         if not tensor.captured:
             torch._C._set_throw_on_mutable_data_ptr(tensor)  # to_dlpack() would give the address, which is null
         tensor._storage = storage  # keeps the bytes alive; a fake token has none
-        if storage is not None and storage.lease is not None:
-            tensor.lease = storage.lease()
+        if storage is not None and storage.buffer_place is not None:
+            tensor.buffer_place = storage.buffer_place()
         return tensor
 
     @classmethod
@@ -153,7 +153,7 @@ class StoredTensor(Checkpointable):
         """The storage behind this tensor. Raises: StoredTensorError inside a captured graph, where there is none."""
         if self._storage is None:
             self._storage = storage = TensorStorage.of_token(self.token)
-            self.lease = storage.lease and storage.lease()
+            self.buffer_place = storage.buffer_place and storage.buffer_place()
         return self._storage
 
     def full_tensor(self) -> torch.Tensor:

@@ -94,23 +94,23 @@ def of_first(config: Config, parameters: Iterable[object], value: Any, what: str
 def found_by_first(config: Config, parameters: Iterable[object], find: Callable[[], T], what: str) -> T:
     """What the first rank finds, of those that `of_first` is for. All of them look for it, and raise the first one's
     error if it fails."""
-    found: T | ZinfError
+    result: T | ZinfError
     try:
-        found = find()
+        result = find()
     except ZinfError as error:
-        found = error
-    found = of_first(config, parameters, found, what)
-    if isinstance(found, ZinfError):
-        raise found
-    return found
+        result = error
+    result = of_first(config, parameters, result, what)
+    if isinstance(result, ZinfError):
+        raise result
+    return result
 
 
 def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Of a DTensor, those over whose ranks it is divided, so that each has another part."""
     if not isinstance(parameter, DTensor):
         return ()
-    mesh = parameter.device_mesh
-    return tuple(mesh.get_group(dim) for dim, one in enumerate(parameter.placements) if not one.is_replicate())
+    mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+    return tuple(mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def tensor_ranks(config: Config, group: dist.ProcessGroup) -> Ranks:

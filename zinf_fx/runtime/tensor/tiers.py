@@ -300,9 +300,9 @@ class Tiers:
 
     def release_generations(self) -> None:
         """What nobody has a link to any more is the store's again."""
-        for one in [one for one in self.generations if one.is_gone]:
-            self.generations.remove(one)
-            one.release()
+        for generation in [generation for generation in self.generations if generation.is_gone]:
+            self.generations.remove(generation)
+            generation.release()
 
     def limit_writes(self, nbytes: int) -> None:
         """Wait until at most `nbytes` are on their way to the store."""
@@ -321,9 +321,9 @@ class Tiers:
 os.register_at_fork(after_in_child=Tiers._after_fork)
 
 
-def drain_after(error: BaseException, several: Iterable[Tiers]) -> None:
+def drain_after(error: BaseException, all_tiers: Iterable[Tiers]) -> None:
     """Wait for every write under way, after `error`, which gets notes of other failures."""
-    for tiers in several:
+    for tiers in all_tiers:
         try:
             tiers.drain()
         except StoreError as failed:

@@ -118,9 +118,9 @@ _WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 def watching() -> Iterator[_Watched]:
     """The stored tensors that are gathered in the block while a graph is captured, each with the version that it has
     unless somebody writes to a view."""
-    token = _WATCHED.set(found := [])
+    token = _WATCHED.set(watched := [])
     try:
-        yield found
+        yield watched
     finally:
         _WATCHED.reset(token)
 
@@ -137,10 +137,10 @@ def note_written(tensor: torch.Tensor) -> None:
     Which these are (what `detach()` gives does, what `.data` gives does not) shows when the counter is moved once more.
     """
     if watched := _WATCHED.get():
-        before = [one._version for one, _ in watched]
+        before = [gathered._version for gathered, _ in watched]
         torch.autograd.graph.increment_version(tensor)
-        for number, (one, version) in enumerate(watched):
-            watched[number] = one, version + 2 * (one._version - before[number])
+        for number, (gathered, version) in enumerate(watched):
+            watched[number] = gathered, version + 2 * (gathered._version - before[number])
 
 
 def is_written(watched: _Watched) -> bool:

@@ -185,7 +185,7 @@ class Window(_Lifecycle):
 
     def _hand_over(self, followers: Sequence[Follower], after: Ticket | None) -> list[Ticket]:
         """Let followers take over what is about to be written, once `after` is done. Returns what still reads it."""
-        concerned = [one for one in followers if overlap(one.elements, self._elements)]
+        concerned = [follower for follower in followers if overlap(follower.elements, self._elements)]
         if concerned and after is not None:
             after.wait()
         for follower in concerned:

@@ -147,8 +147,8 @@ class WriteQueue(ReleaseQueue):
 
     def _until(self, lies_there: Callable[[Buffer], bool]) -> int:
         """How many writes there are up to the last one whose buffer lies in a place."""
-        found = [number for number, (_, buffer) in enumerate(self._queue, start=1) if lies_there(buffer)]
-        return found[-1] if found else 0
+        numbers = [number for number, (_, buffer) in enumerate(self._queue, start=1) if lies_there(buffer)]
+        return numbers[-1] if numbers else 0
 
     def retire(self) -> None:
         self._begin_delayed()
