@@ -31,12 +31,12 @@ State = dict[str, Any]
 
 
 def snapshot(group: Group) -> Group:
-    """The group's options at this moment: a scheduler may change them while the step goes on."""
+    """Copy the group's options of this moment: a scheduler may change them while the step goes on."""
     return copied({k: v for k, v in group.items() if k != "params"})
 
 
 def as_groups(params: Iterable[Any]) -> list[Group]:
-    """Parameters, as every torch optimizer takes them, in groups."""
+    """Put parameters, as every torch optimizer takes them, in groups."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors or of dicts, but got a tensor")
     params = list(params)
@@ -52,7 +52,7 @@ def skips(optimizer: Optimizer) -> bool:
 
 
 def borrow(optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]) -> Optimizer:
-    """An optimizer of class `kind` over `parameters`, with everything else as `optimizer` has it at this moment.
+    """Return an optimizer of class `kind` over `parameters`, with everything else as `optimizer` has it at this moment.
 
     So options, GradScaler's `grad_scale` and whatever else the class keeps on the object are in force; tensors and
     collections among them are copies. Its state is empty. Hooks belong to `optimizer`, and this has none; run it with
@@ -69,12 +69,13 @@ def borrow(optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters
 
 
 def without_hooks(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of `optimizer`, less its hooks: those may hold it, and what has its attributes may outlive it."""
+    """Return the attributes of `optimizer`, less its hooks: those may hold it, and what has its attributes may outlive
+    it."""
     return {k: v for k, v in vars(optimizer).items() if not (k.startswith("_optimizer_") and k.endswith("_hooks"))}
 
 
 def step_without_hooks(inner: Optimizer) -> None:
-    """`inner.step()` as its class wrote it: torch wraps `step` so that it runs hooks, which are for whole steps."""
+    """Run `inner.step()` as its class wrote it: torch wraps `step` so that it runs hooks, which are for whole steps."""
     step = type(inner).step
     if getattr(step, "hooked", False):
         step = vars(step)["__wrapped__"]
@@ -91,22 +92,22 @@ class TensorLists:
 
     Attributes:
         weights: the tensors.
-        state: theirs, as the class keeps it.
+        state: the states of the weights, as the class keeps them.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[State]) -> None:
-        """`states`: of each of the weights."""
+        """`states` has an entry for each of the weights."""
         self.weights = list(weights)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict, zip(weights, states, strict=True))
         self._known: tuple[object, list[tuple[object, ...]]] | None = None  # what the class lists, but for gradients
         self.take_over_states()
 
     def take_over_states(self) -> None:
-        """The states have the objects that they are to have."""
+        """Take the objects that the states have now for those that are to be in them."""
         self._values = values_of(self.state.values())
 
     def step(self, inner: Optimizer, gradients: Sequence[torch.Tensor]) -> bool:
-        """A step of `inner`, borrowed without parameters. Returns whether the same objects are all that is in the
+        """Take a step of `inner`, borrowed without parameters. Returns whether the same objects are all that is in the
         states afterwards."""
         inner.param_groups[0]["params"] = list(self.weights)
         inner.state = self.state
@@ -171,7 +172,7 @@ def show(entries: Iterable[State], states: Iterable[State]) -> None:
 
 
 def _give_first_states(inner: torch.optim.Adagrad) -> None:
-    """States of parameters without any. Up to torch 2.11, Adagrad makes them at construction, and no step does."""
+    """Make states of parameters without any. Up to torch 2.11, Adagrad makes them at construction, and no step does."""
     for group in inner.param_groups:
         new = [p for p in group["params"] if p.grad is not None and not inner.state[p]]
         if new:
@@ -182,7 +183,7 @@ def _give_first_states(inner: torch.optim.Adagrad) -> None:
 def step_groups(
     optimizer: Optimizer, kind: type[Optimizer], groups: list[Group], state: defaultdict[torch.Tensor, State]
 ) -> None:
-    """A step of class `kind` over the parameters in `groups`, if any, in memory, as `optimizer` would have it."""
+    """Take a step of class `kind` over the parameters in `groups`, if any, in memory, as `optimizer` would take it."""
     if groups:
         inner = borrow(optimizer, kind, {}, [])
         inner.param_groups, inner.state = groups, state
@@ -192,7 +193,8 @@ def step_groups(
 def states_of_zeros(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]
 ) -> list[State]:
-    """What `kind` has for ordinary parameters of a group after a step with zeros for them and their gradients."""
+    """Return what `kind` has for ordinary parameters of a group after a step with zeros for them and their
+    gradients."""
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     inner = borrow(optimizer, kind, group, zeros)
     for zero in zeros:
@@ -209,7 +211,7 @@ _NOT_KEPT = {"param_groups", "state", "defaults", *_CHECKED_ONCE}
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values; tensors, lists and dicts are copies, which nothing that works in place reaches."""
+    """Return the same values; tensors, lists and dicts are copies, which nothing that works in place reaches."""
     return {name: _copy(value) for name, value in values.items()}
 
 
@@ -226,8 +228,8 @@ class Kept:
     """What an optimizer has at a moment, or what changed of it.
 
     Attributes:
-        groups: options of each group, by name.
-        attributes: of the optimizer itself.
+        groups: the options of each group, by name.
+        attributes: the attributes of the optimizer itself.
     """
 
     groups: list[dict[str, Any]]
@@ -235,18 +237,17 @@ class Kept:
 
     @staticmethod
     def of(optimizer: Optimizer) -> Kept:
-        """What `optimizer` has now."""
         groups = [copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
         return Kept(groups, copied({k: v for k, v in vars(optimizer).items() if k not in _NOT_KEPT}))
 
     def since(self, before: Kept) -> Kept:
-        """What is otherwise than `before`."""
+        """Return what is otherwise than `before`."""
         groups = [_changed(mine, earlier) for mine, earlier in zip(self.groups, before.groups, strict=True)]
         return Kept(groups, _changed(self.attributes, before.attributes))
 
     @property
     def options(self) -> set[str]:
-        """Names of all options."""
+        """The names of all options."""
         return {name for group in self.groups for name in group}
 
     def set_in(self, optimizer: Optimizer) -> None:
@@ -257,7 +258,7 @@ class Kept:
 
 
 def differing(moves: Iterable[Kept]) -> list[str]:
-    """Names of what steps over different parameters changed differently: it depends on the parameters."""
+    """Return the names of what steps over different parameters changed differently: it depends on the parameters."""
     first, *others = moves
     names: dict[str, None] = {}
     for other in others:

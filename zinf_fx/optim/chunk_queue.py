@@ -35,13 +35,13 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 class ChunkMemory:
-    """How large chunks are, where each is opened, and which writes must end before.
+    """Says how large chunks are, where each is opened, and which writes must end before.
 
     Attributes:
-        tiers: those that the parameters live in.
-        elements: of a chunk; 0 until `plan`.
-        count: of the chunks that there may be at a time; CHUNKS until `plan`.
-        opened: how many chunks were.
+        tiers: the tiers that the parameters live in.
+        elements: how many elements a chunk has; 0 until `plan`.
+        count: how many chunks there may be at a time; CHUNKS until `plan`.
+        opened: how many chunks were opened.
         behind: whether a chunk was updated since writes were waited for.
     """
 
@@ -99,7 +99,7 @@ class ChunkMemory:
         return part_of(number, self._chunk_bytes, behind=scratch, count=self.count)
 
     def _allocate_scratch(self, place: Device) -> torch.Tensor:
-        """Memory for what chunks have in other dtypes than that of the update."""
+        """Allocate memory for what chunks have in other dtypes than that of the update."""
         states = self._stored.values()
         lanes, piece = self.lanes_at(place)
         count = max(lanes * piece, min(AT_A_TIME, self.elements))
@@ -117,12 +117,12 @@ class ChunkMemory:
         return buffer.tensor(shape, torch.uint8)
 
     def lanes_at(self, place: Device) -> tuple[int, int]:
-        """How many pieces of a chunk are updated there at the same time, and how many elements each has at most: as it
-        was when the sizes of chunks were decided."""
+        """Return how many pieces of a chunk are updated there at the same time, and how many elements each has at most:
+        as it was when the sizes of chunks were decided."""
         return self._lanes if place is CPU else (1, self.elements)
 
     def scratch_at(self, place: Device) -> torch.Tensor | None:
-        """Memory for what chunks there have in other dtypes, if anything."""
+        """Return the memory for what chunks there have in other dtypes, if anything."""
         return self._scratch.get(place)
 
     @property
@@ -175,7 +175,7 @@ class PrefetchedStates:
     """
 
     def __init__(self, batch: UpdateBatch, memory: ChunkMemory) -> None:
-        """`batch`: the updates of the last step, which may come again; `memory`: of the next."""
+        """`batch` has the updates of the last step, which may come again; `memory` is that of the next step."""
         self.memory = memory
         self._batch, self._chunks = batch, batch.chunks(memory.elements)
         self._opened: deque[OpenChunk] = deque()
@@ -189,8 +189,8 @@ class PrefetchedStates:
 
     @staticmethod
     def of(batches: list[UpdateBatch], memory: ChunkMemory) -> PrefetchedStates | None:
-        """Behind a step of these batches in `memory`; None where there is no room for its chunks all the time, or the
-        batch can't come again."""
+        """Prefetch behind a step of these batches in `memory`; None where there is no room for its chunks all the time,
+        or the batch can't come again."""
         if len(batches) != 1 or not batches[0].recurs or batches[0].is_first or memory.count == CHUNKS:
             return None
         return PrefetchedStates(batches[0], memory.again())
@@ -218,8 +218,8 @@ class PrefetchedStates:
             self._lock.release()
 
     def take(self, batch: UpdateBatch) -> list[OpenChunk] | None:
-        """The chunks that are open, for a step of `batch`, and `memory` with them; None where there are none of it, or
-        not as they would be read now."""
+        """Return the chunks that are open, for a step of `batch`, and `memory` with them; None where there are none of
+        it, or not as they would be read now."""
         with self._lock:
             self._leave()
             self._batch.recurs = batch is self._batch
@@ -256,13 +256,13 @@ def _drop(memory: ChunkMemory, opened: deque[OpenChunk]) -> None:
 
 
 class ChunkQueue:
-    """Parameters that came are cut into chunks, and these opened some ahead of the update.
+    """Cuts parameters that came into chunks, and opens some of these ahead of the update.
 
     Chunks are in the order of a plan's update, in which forward will ask for their parameters; without a plan, in that
     in which these were stored. Of parameters that come one by one, whatever fills a chunk goes first.
 
     Attributes:
-        memory: what they pass through.
+        memory: the memory that chunks pass through.
         ahead: what is read for the step or, when it is over, for the next one.
         is_followed: whether another step is expected that begins with reads.
     """
@@ -270,7 +270,7 @@ class ChunkQueue:
     def __init__(
         self, stored: dict[StoredTensor, ParameterStates], progress: Progress, ahead: PrefetchedStates | None
     ) -> None:
-        """`ahead`: what was read for the step."""
+        """`ahead` was read for the step."""
         self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
         self.is_followed = False
         self._read: list[OpenChunk] = []  # the first chunks, but for their gradients
@@ -280,7 +280,7 @@ class ChunkQueue:
         self._opened: deque[OpenChunk] = deque()
 
     def __bool__(self) -> bool:
-        """Whether any chunk is to be updated still; another thread may be cutting and opening them."""
+        """Whether any chunk is still to be updated; another thread may be cutting and opening them."""
         # In the order in which they pass, each looked at once.
         return bool(self._loose) or bool(self._unopened) or bool(self._opened)
 
@@ -294,11 +294,11 @@ class ChunkQueue:
                 prefetched.take(batch)
 
     def read_ahead(self, batches: list[UpdateBatch]) -> None:
-        """The step of these batches is over: have read what the next one needs of states, if that is expected."""
+        """After the step of these batches, have read what the next one needs of states, if that is expected."""
         self.ahead = PrefetchedStates.of(batches, self.memory) if self.is_followed else None
 
     def add(self, batch: UpdateBatch) -> None:
-        """Parameters came."""
+        """Take the updates of parameters that came."""
         self._loose.append(batch)
         self._came += batch.elements
 
@@ -336,7 +336,7 @@ class ChunkQueue:
         return bool(self._opened) and self._opened[0].ready
 
     def first(self) -> OpenChunk:
-        """The chunk that is next, opened; waits for writes to make room for it, if need be."""
+        """Return the next chunk, opened. Waits for writes to make room for it, if need be."""
         if not self._opened and not self._unopened:
             self.cut()
         self.open_ahead()
@@ -345,7 +345,7 @@ class ChunkQueue:
         return self._opened[0]
 
     def take_first(self) -> None:
-        """It is not in the queue any more."""
+        """Remove the first chunk from the queue."""
         self._opened.popleft()
 
     def open_ahead(self) -> None:

@@ -27,7 +27,8 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -> int:
-    """Elements of a chunk whose fp32 weights take `chunk` bytes, or as many as a plan has: see `elements_of_chunk`."""
+    """Return the elements of a chunk whose fp32 weights take `chunk` bytes, or as many as a plan has: see
+    `elements_of_chunk`."""
     tiers = list(tiers)
     planned = [tier.chunk_elements for tier in tiers if tier.chunk_elements is not None]
     room = min(tier.host.capacity - tier.host.in_use for tier in tiers)
@@ -36,7 +37,7 @@ def chunk_elements(chunk: int, bytes_per_element: int, tiers: Iterable[Tiers]) -
 
 @contextmanager
 def in_turn(tiers: Iterable[Tiers], part: range) -> Iterator[None]:
-    """Leases in the block are for the chunk that has this part of the room that is planned for chunks."""
+    """Open a block whose buffers are for the chunk that has this part of the room that is planned for chunks."""
     with ExitStack() as rooms:
         for tier in tiers:
             rooms.enter_context(tier.stepping(part))
@@ -49,7 +50,7 @@ class Part(NamedTuple):
     Attributes:
         slice: the number of the slice in the chunk.
         member: the number of the member in the slice.
-        elements: counted from the first of the member in the slice.
+        elements: which elements these are, counted from the first of the member in the slice.
         ends: whether these are the last elements of the member that this rank updates.
     """
 
@@ -64,9 +65,9 @@ class Call:
     """One call of the torch class: elements of members of one update group.
 
     Attributes:
-        ended: numbers of the slices whose last part this is, in the order of calls.
-        operands: of each part. What isn't stored are copies of what the optimizer shows, which shows the new ones once
-            all is on its way to the store.
+        ended: the numbers of the slices whose last part this is, in the order of calls.
+        operands: the operands of each part. What isn't stored are copies of what the optimizer shows, which shows the
+            new ones once all is on its way to the store.
         lists: what the next call over the same operands is made with, if the class left everything where it was.
     """
 
@@ -93,7 +94,7 @@ class Chunk:
         return not self.kind.non_elementwise and any([states.scratch_rows for states in members])
 
     def calls(self, opened: Sequence[OpenSlice], elements: int) -> list[Call]:
-        """The calls of the torch class, over at most so many elements each."""
+        """Return the calls of the torch class, over at most so many elements each."""
         if self._calls[0] != elements:
             self._arrays, self._calls = None, (elements, self._divided(elements))
         _, calls = self._calls
@@ -132,7 +133,7 @@ class Chunk:
         return opened[part.slice].operands(part.member, part.elements, numbers)
 
     def keep(self, opened: Sequence[OpenSlice]) -> None:
-        """The calls are made, and what the class left is shown. Keep them for the next step, if all may be repeated."""
+        """After the calls, when what the class left is shown: keep them for the next step, if all may be repeated."""
         _, calls = self._calls
         if any([call.lists is None for call in calls]):
             self._forget()
@@ -151,7 +152,7 @@ class Chunk:
         self._arrays = arrays
 
     def let_go_of_gradients(self) -> None:
-        """The gradients are consumed, or the update has failed."""
+        """Drop the gradients, which are consumed, or whose update has failed."""
         if any([states.let_go_of_gradients() for states in self.slices]):
             self._forget()
 
@@ -167,15 +168,15 @@ def _arrays_of(opened: Sequence[OpenSlice]) -> list[list[torch.Tensor]]:
 
 
 def numbers_of(update: Update) -> State:
-    """The states of a parameter that aren't stored, where the class counts steps: fused kernels do so where they run,
-    and the others on the CPU."""
+    """Return the states of a parameter that aren't stored, where the class counts steps: fused kernels do so where they
+    run, and the others on the CPU."""
     place = update.group.kind.place if update.group.options.get("fused") else CPU
     stored = update.states.tensors
     return {name: moved(value, place) for name, value in update.entry.items() if name not in stored}
 
 
 class OpenChunk:
-    """The windows of a chunk: those of weights and states are opened at construction.
+    """The windows of a chunk. Those of weights and states are opened at construction.
 
     Attributes:
         number: how many chunks of the step were opened before.
@@ -223,7 +224,7 @@ class OpenChunk:
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes of the states that its update changes, masters among them."""
+        """The bytes of the states that its update changes, masters among them."""
         return sum(states.nbytes for states in self.chunk.slices)
 
     def close(self) -> None:
@@ -255,7 +256,7 @@ class ChunkUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer], progress: Progress) -> None:
-        """`kind`: the class. `progress` is told which parameters are begun and finished."""
+        """`kind` is the torch class. `progress` is told which parameters are begun and finished."""
         self._kind = kind
         # Classes of others may have what can't be used by two threads at the same time.
         self._runs_in_threads = kind.__module__.startswith("torch.optim.")
@@ -265,7 +266,7 @@ class ChunkUpdate:
         self.unscales = getattr(self._template, "grad_scale", None) is not None
 
     def borrowed(self, options: Group, place: Device) -> Optimizer:
-        """The class by the options of a group, to run at `place`."""
+        """Return the class by the options of a group, to run at `place`."""
         inner = borrow(self._template, self._kind, options, [])
         for name in ("grad_scale", "found_inf"):  # GradScaler's, on the device of the gradients
             if name in vars(inner):
@@ -316,8 +317,8 @@ class ChunkUpdate:
         self._store(opened, {update.states: opened.update(inner, copied(numbers_of(update)))})
 
     def _store(self, opened: OpenSlice, numbers: Mapping[ParameterStates, State]) -> None:
-        """A slice is updated, and all before it. Start writing it, and show the states of members that end with it.
-        `numbers`: those that aren't stored."""
+        """Start writing a slice, which is updated as all before it are, and show the states of members that end with
+        it. `numbers` are the states that aren't stored."""
         opened.store(unscaled=self.unscales)
         updated = opened.states
         if not updated.is_last:

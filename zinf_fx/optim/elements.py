@@ -26,13 +26,13 @@ class OrdinaryWindow:
     ready = is_current = True
 
     def wait(self) -> torch.Tensor:
-        """The elements, 1-D."""
+        """Return the elements, 1-D."""
         return self._elements
 
     arrived = wait
 
     def store(self) -> None:
-        """Nothing to write back: what is changed is the tensor itself."""
+        """Write nothing back: what is changed is the tensor itself."""
 
     close = store
 
@@ -54,7 +54,7 @@ class AnyWindow(Protocol):
         """Wait for the read, and change nothing."""
 
     def wait(self) -> torch.Tensor:
-        """The elements, 1-D, once they are there."""
+        """Return the elements, 1-D, once they are there."""
         ...
 
     def store(self) -> None:
@@ -67,15 +67,14 @@ class AnyWindow(Protocol):
 def open_window(
     storage: TensorStorage, place: Device, start: int, count: int, *, load: bool = True
 ) -> Window | DeviceWindow:
-    """A window where `place` computes; `start` counts the tensor's elements, of which these are held."""
+    """Open a window where `place` computes. `start` counts the tensor's elements, of which these are held."""
     held = storage.settled()
     window = held.window if place.in_host_memory else held.device_window
     return window(storage.share.position(start), count, load=load)
 
 
 def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> AnyWindow:
-    """`count` elements of `tensor` from `start` on, in row-major order, to be read where `place` computes. Their reads
-    start now."""
+    """Start to read `count` elements of `tensor` from `start` on, in row-major order, where `place` computes."""
     if isinstance(tensor, StoredTensor):
         if not tensor.views:
             return open_window(tensor.stored, place, start, count)
@@ -84,7 +83,7 @@ def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -
 
 
 def moved(value: Any, place: Device) -> Any:
-    """`value`, where `place` computes if it is a tensor."""
+    """Return `value`, where `place` computes if it is a tensor."""
     return value.to(place.torch_device) if isinstance(value, torch.Tensor) else value
 
 
@@ -110,8 +109,8 @@ def fill(target: StoredTensor, value: float) -> None:
 
 
 def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None = None) -> torch.Tensor:
-    """A value, or all of it where it is divided over other ranks than the target. `shards`: how it would be divided
-    alike, if it hasn't the target's elements."""
+    """Return a value, or all of it where it is divided over other ranks than the target. `shards` says how it would be
+    divided alike, if it hasn't the target's elements."""
     if not isinstance(value, StoredTensor):
         return value
     mine, theirs = target.stored.share, value.stored.share
@@ -120,15 +119,16 @@ def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None 
 
 
 def current_chunks(tensor: StoredTensor, itemsize: int | None = None) -> Iterator[range]:
-    """Consecutive elements of about `Config.chunk` bytes each, of those that this rank has the present version of.
-    `itemsize`: bytes of an element that count, if not the tensor's."""
+    """Cut the elements that this rank has the present version of into ranges of about `Config.chunk` bytes each.
+    `itemsize` is how many bytes of an element count, if not the tensor's."""
     for current in tensor.stored.share.current:
         yield from pieces_of(current, itemsize or tensor.dtype.itemsize, tensor.stored.config.chunk)
 
 
 @contextmanager
 def overwritten(target: StoredTensor, part: range) -> Iterator[torch.Tensor]:
-    """Elements to set in the block, whose writes then start; no more than two chunks are on their way to the store."""
+    """Yield elements to set in the block, whose writes then start; no more than two chunks are on their way to the
+    store."""
     storage = target.stored
     storage.tiers.limit_writes(storage.config.chunk)
     window = storage.settled().window(storage.share.position(part.start), len(part), load=False)

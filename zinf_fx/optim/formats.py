@@ -68,8 +68,8 @@ class KeptAs:
     """What an optimizer keeps in another form in the store than it computes with.
 
     Attributes:
-        state_dtype: of element-wise states; None: the class's own.
-        master_dtype: of masters; None: fp32.
+        state_dtype: the dtype of element-wise states; None: the class's own.
+        master_dtype: the dtype of masters; None: fp32.
     """
 
     state_dtype: StateDtype | None = None
@@ -77,7 +77,7 @@ class KeptAs:
 
     @classmethod
     def of(cls, state_dtype: StateDtype | None, master_dtype: MasterDtype | None) -> KeptAs:
-        """What the options of an optimizer say. Raises: OptimizerError for what isn't accepted."""
+        """Read the options of an optimizer. Raises: OptimizerError for what isn't accepted."""
         accepted = {
             "state_dtype": (state_dtype, (None, torch.float32, torch.bfloat16, EIGHT_BITS)),
             "master_dtype": (master_dtype, (None, torch.float32, SPLIT)),
@@ -122,7 +122,7 @@ class Companion:
     elements: int
 
     def of(self, elements: range) -> range:
-        """What belongs to consecutive elements of a state; of none, none."""
+        """Return the elements of the companion that belong to consecutive elements of a state."""
         assert elements.start % self.elements == 0 or not elements, elements
         return range(-(-elements.start // self.elements), -(-elements.stop // self.elements))
 
@@ -137,12 +137,12 @@ UPS = Companion(torch.uint8, BITS)
 
 
 def companion_of(name: str) -> str:
-    """The name that the companion of state `name` has, if there is one."""
+    """Return the name that the companion of state `name` has, if there is one."""
     return MASTER_UP if name == MASTER else name + _SCALE
 
 
 def kind_of(name: str, names: Collection[str]) -> Companion | None:
-    """What kind of companion of another state in `names` the state `name` is; None: none."""
+    """Return which kind of companion of another state in `names` the state `name` is, if it is one."""
     if name == MASTER_UP:
         return UPS if MASTER in names else None
     return SCALES if name.endswith(_SCALE) and name.removesuffix(_SCALE) in names else None
@@ -164,14 +164,14 @@ _UNSIGNED = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "ac
 
 
 def computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """Write a state that `memory` has in another form than its values to these; they are returned."""
+    """Write the values of a state, which `memory` has in another form, to `values`, and return these."""
     if memory[name].dtype == CODES:
         return decode(name, memory[name], memory[companion_of(name)], values)
     return values.copy_(memory[name])
 
 
 def store_computed(name: str, memory: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
-    """The other way."""
+    """Write the values of a state to `memory`, which has it in another form."""
     if memory[name].dtype == CODES:
         encode(name, values, memory[name], memory[companion_of(name)])
     else:
@@ -198,7 +198,7 @@ def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
 
 
 def decode(name: str, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Write the values, fp32 [n], of the codes [n] of a state and its scales [blocks]; they are returned."""
+    """Write the values, fp32 [n], of the codes [n] of a state and its scales [blocks], and return them."""
     table = _table(_is_signed(name), values.device)
     if values.device.type != "cpu":
         whole = table[codes.to(torch.int32)]
@@ -252,7 +252,7 @@ def encode(name: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.T
 def _by_blocks(
     operation: Callable[..., torch.Tensor], values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """`operation` on each value [n] and the scale [blocks] of its block, in `out` [n]."""
+    """Run `operation` on each value [n] and the scale [blocks] of its block, in `out` [n]."""
     even = values.numel() // BLOCK * BLOCK
     operation(values[:even].view(-1, BLOCK), scales[: even // BLOCK, None], out=out[:even].view(-1, BLOCK))
     operation(values[even:], scales[even // BLOCK :], out=out[even:])
@@ -263,8 +263,8 @@ def _is_signed(name: str) -> bool:
 
 
 def _numbers(signed: bool) -> list[float]:
-    """The 256 numbers of dynamic quantisation, ascending: of each decade the middles of equal steps, half of the number
-    of steps of the decade above it; zero, and one."""
+    """Return the 256 numbers of dynamic quantisation, ascending: of each decade the middles of equal steps, half of the
+    number of steps of the decade above it; zero, and one."""
     decades = 7
     numbers = [0.0, 1.0]
     for decade in range(decades):
@@ -277,14 +277,14 @@ def _numbers(signed: bool) -> list[float]:
 @cache
 @torch.inference_mode(False)
 def _table(signed: bool, device: torch.device) -> torch.Tensor:
-    """The number of each code: fp32 [256]."""
+    """Return the number of each code: fp32 [256]."""
     return torch.tensor(_numbers(signed), dtype=torch.float32, device=device)
 
 
 @cache
 @torch.inference_mode(False)
 def _bounds(signed: bool, device: torch.device) -> torch.Tensor:
-    """Between the neighbours of the table, and an infinite one: fp32 [256]."""
+    """Return the bounds between neighbours of the table, and an infinite one: fp32 [256]."""
     table = _table(signed, torch.device("cpu"))
     bounds = torch.cat([(table[1:] + table[:-1]) / 2, table.new_tensor([torch.inf])])
     return bounds.to(device)
@@ -293,19 +293,21 @@ def _bounds(signed: bool, device: torch.device) -> torch.Tensor:
 @cache
 @torch.inference_mode(False)
 def _first(signed: bool) -> torch.Tensor:
-    """For the upper 16 bits of any fp32 value, how many bounds lie below all values with these: uint8 [65536]."""
+    """Return, for the upper 16 bits of any fp32 value, how many bounds lie below all values with these: uint8
+    [65536]."""
     upper = torch.arange(1 << 16, dtype=torch.int64, device="cpu") << 16
     least = torch.where(upper < 1 << 31, upper, upper + 0xFFFF - (1 << 32)).to(torch.int32).view(torch.float32)
     return torch.bucketize(least, _bounds(signed, torch.device("cpu"))[:-1]).to(torch.uint8)
 
 
 def numbers_of_codes(name: str) -> torch.Tensor:
-    """What the codes of a state stand for: fp32 [256]."""
+    """Return what the codes of a state stand for: fp32 [256]."""
     return _table(_is_signed(name), torch.device("cpu"))
 
 
 def places_of_codes(name: str) -> torch.Tensor:
-    """For the upper 16 bits of any fp32 value, which code the state has for it: uint32 [65536], see native/update.h."""
+    """Return, for the upper 16 bits of any fp32 value, which code the state has for it: uint32 [65536], see
+    native/update.h."""
     return _places_of_codes(_is_signed(name))
 
 
@@ -344,7 +346,7 @@ def split(masters: torch.Tensor, weights: torch.Tensor, lower: torch.Tensor, up:
 
 
 def _split_anywhere(masters: torch.Tensor, weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor) -> None:
-    """The same, by operations of PyTorch."""
+    """Split masters by operations of PyTorch."""
     bits = masters.view(torch.int32)
     lower.copy_(bits & 0xFFFF)  # which keeps the lower 16 bits
     raised = ((bits >> 16) & 0xFFFF) != (weights.view(torch.int16).to(torch.int32) & 0xFFFF)
@@ -353,7 +355,7 @@ def _split_anywhere(masters: torch.Tensor, weights: torch.Tensor, lower: torch.T
 
 
 def join(weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
-    """Write the masters, which are returned: see `split`."""
+    """Write the masters, and return them: see `split`."""
     count, threads = weights.numel(), torch.get_num_threads()
     if weights.device.type == "cpu":
         kernels.join_masters(weights.data_ptr(), lower.data_ptr(), up.data_ptr(), count, masters.data_ptr(), threads)
@@ -373,7 +375,7 @@ def _join_anywhere(weights: torch.Tensor, lower: torch.Tensor, up: torch.Tensor,
 @cache
 @torch.inference_mode(False)
 def _places(device: torch.device) -> torch.Tensor:
-    """Of the bits in a byte: uint8 [8]."""
+    """Return the places of the bits in a byte: uint8 [8]."""
     return torch.arange(BITS, dtype=torch.uint8, device=device)
 
 
@@ -397,7 +399,8 @@ def encode_into(name: str, target: StoredTensor, companion: StoredTensor, value:
 def decode_into(
     name: str, target: StoredTensor, value: torch.Tensor, companion: torch.Tensor, parameter: StoredTensor
 ) -> None:
-    """Write the values of a state in fewer bytes with its companion, stored or not. `parameter`: whose it is."""
+    """Write the values of a state of `parameter`, which `value` has in fewer bytes with its companion, stored or
+    not."""
     kind = kind_of(companion_of(name), (name,))
     assert kind is not None
     value = divided_as(target, value)

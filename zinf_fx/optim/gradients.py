@@ -37,7 +37,7 @@ O = TypeVar("O", bound=Opened)  # noqa: E741
 
 
 def opened_ahead(chunks: Iterable[C], open_chunk: Callable[[C], O], ahead: int = 1) -> Generator[O, None, None]:
-    """`open_chunk` of each chunk, in order, called `ahead` chunks before the result is handed out.
+    """Yield `open_chunk` of each chunk, in order, which is called `ahead` chunks before the result is handed out.
 
     What was opened and not handed out is closed when the iteration ends early.
     """
@@ -58,7 +58,7 @@ class OpenPieces(OpenWindows):
     """Pieces of stored tensors with their windows open: wait for them, change them, `store`, `close`."""
 
     def __init__(self, pieces: Iterable[tuple[StoredTensor, range]], place: Device) -> None:
-        """`place`: what computes."""
+        """Open windows where `place` computes."""
         super().__init__()
         try:
             for tensor, elements in pieces:
@@ -68,7 +68,7 @@ class OpenPieces(OpenWindows):
             raise
 
     def wait(self) -> list[torch.Tensor]:
-        """The pieces, flat, once they are there."""
+        """Return the pieces, flat, once they are there."""
         return [window.wait() for window in self._windows]
 
     def store(self) -> None:
@@ -81,9 +81,9 @@ class OpenPieces(OpenWindows):
 def update_in_chunks(
     tensors: Sequence[StoredTensor], place: Device, update: Callable[[list[torch.Tensor]], None]
 ) -> None:
-    """Call `update`, which changes each element by itself, with the flat pieces of each chunk of `tensors`, while the
-    next one is read and the one before written (ZeRO-Infinity, section 5.2.2). All is in the store at the end. `place`:
-    what computes.
+    """Call `update`, which changes each element by itself, with the flat pieces of each chunk of `tensors` where
+    `place` computes, while the next one is read and the one before written (ZeRO-Infinity, section 5.2.2). All is in
+    the store at the end.
 
     Raises: StoreError; some elements are updated then, and others not.
     """
@@ -150,7 +150,8 @@ def _is_share(tensor: object) -> bool:
 
 
 def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
-    """The vector norms of all elements, on the tensors' device, in one collective for those of the same ranks."""
+    """Return the vector norms of all elements, on the tensors' device, in one collective for those of the same
+    ranks."""
     totals = torch.stack([_part_of_norm(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
     for ranks in dict.fromkeys(tensor.stored.share.ranks for tensor in tensors):
@@ -162,8 +163,8 @@ def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
 
 
 def _part_of_norm(tensor: StoredTensor, order: float) -> torch.Tensor:
-    """What the elements that are here add to the norm before its root is taken, in the dtype in which sums of it are
-    exact enough."""
+    """Return what the elements that are here add to the norm before its root is taken, in the dtype in which sums of it
+    are exact enough."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     extreme = max if order == math.inf else min
     nothing = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
@@ -198,7 +199,7 @@ _ON_ONE = (aten.mul_, aten.div_, aten.clamp_)
 
 
 def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | None:
-    """One of the operations on a list, where all else that it takes is the same for each tensor."""
+    """Run one of the operations on a list, where all else that it takes is the same for each tensor."""
     tensors, *rest = args[0], *map(_number, args[1:])
     stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
     if kwargs or not all(_is_number(value) for value in rest) or any(tensor.views for tensor in stored):
@@ -216,7 +217,8 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
 
 
 def _agree_on_infinities(gradients: Sequence[StoredTensor], infinities: torch.Tensor) -> None:
-    """Of all ranks that have parts of any of `gradients`. (DTensor does this where its first gradient is divided.)"""
+    """Let all ranks that have parts of any of `gradients` know of infinities. (DTensor does this where its first
+    gradient is divided.)"""
     together = dict.fromkeys(gradient.stored.share.ranks for gradient in gradients)
     for gradient in gradients:
         together |= dict.fromkeys(
@@ -229,7 +231,7 @@ def _agree_on_infinities(gradients: Sequence[StoredTensor], infinities: torch.Te
 def _run_on_one(
     operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> NotImplementedType | torch.Tensor:
-    """One of the operations on one tensor. (One without dimensions has other rules for the dtype of the result.)"""
+    """Run one of the operations on one tensor. (One without dimensions has other rules for the dtype of the result.)"""
     tensor, *rest = args[0], *map(_number, args[1:])
     stored = isinstance(tensor, StoredTensor) and not tensor.views and tensor.dim()
     if kwargs or not stored or not all(_is_number(value) for value in rest):
@@ -244,7 +246,7 @@ def _run_on_one(
 
 
 def _number(value: object) -> object:
-    """`value`; the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
+    """Return `value`, the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

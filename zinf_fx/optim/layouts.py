@@ -54,11 +54,11 @@ class StateLayout:
     """What a class keeps for each parameter under the options of one group.
 
     Attributes:
-        tensors: names and dtypes of the states that are streamed.
-        scalars: names and dtypes of those that stay in memory, mostly one number for the whole parameter (None: no
+        tensors: the names and dtypes of the states that are streamed.
+        scalars: the names and dtypes of those that stay in memory, mostly one number for the whole parameter (None: no
             tensor).
         non_elementwise: whether the update of an element depends on others, so that a parameter is updated whole.
-        shapes: of the states that are tensors of another shape than the parameter's, where it is updated whole.
+        shapes: the shapes of states that have another one than the parameter, where that is updated whole.
         form: what element-wise states are kept in, where it isn't the class's own dtype.
         splits: whether masters are split.
     """
@@ -71,7 +71,8 @@ class StateLayout:
     splits: bool = False
 
     def stored_as(self, kept: KeptAs) -> StateLayout:
-        """The same, with floating-point element-wise states no wider than they are to be; of 8 bits, with scales."""
+        """Return the layout with floating-point element-wise states no wider than they are to be; those of 8 bits have
+        scales."""
         tensors, narrow = dict(self.tensors), kept.state_dtype
         for name, dtype in self.tensors.items():
             if narrow is None or not dtype.is_floating_point:
@@ -84,18 +85,18 @@ class StateLayout:
         return StateLayout(MappingProxyType(tensors), self.scalars, form=form, splits=kept.splits)
 
     def of_master(self, own: torch.dtype, update: torch.dtype) -> dict[str, torch.dtype]:
-        """What is kept of the master of a parameter of dtype `own` that is updated in `update`, by name: nothing of one
-        that is its own."""
+        """Return what is kept of the master of a parameter of dtype `own` that is updated in `update`, by name: nothing
+        of one that is its own master."""
         if own == update:
             return {}
         return {MASTER: LOWER, MASTER_UP: UPS.dtype} if self.splits else {MASTER: update}
 
     def master_form(self, own: torch.dtype, update: torch.dtype) -> MasterForm | None:
-        """For plans, where it isn't the dtype of the update."""
+        """Return what the master is kept in, for plans, where it isn't the dtype of the update."""
         return SPLIT if MASTER_UP in self.of_master(own, update) else None
 
     def zeros(self) -> State:
-        """Zeros for the states that stay in memory."""
+        """Return zeros for the states that stay in memory."""
 
         def zero(name: str, dtype: torch.dtype | None) -> torch.Tensor | int:
             return 0 if dtype is None else torch.zeros(self.shapes.get(name, ()), dtype=dtype, device="cpu")
@@ -104,7 +105,7 @@ class StateLayout:
 
 
 def refusal(kind: type[Optimizer], reason: str) -> OptimizerError:
-    """Why a class can't be streamed at all."""
+    """Return the error that says why a class can't be streamed at all."""
     return OptimizerError(
         f"{kind.__module__}.{kind.__qualname__} can't step over stored parameters: {reason}, and only optimizers that "
         "treat each parameter by itself can be streamed; use one of zinf_fx.optim, or placement='device', where any "
@@ -117,7 +118,8 @@ class NotElementwise(OptimizerError):
 
 
 def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torch.dtype) -> StateLayout:
-    """The layout of `kind`'s states, from three steps over a matrix of `dtype` and over the same matrix in two pieces.
+    """Return the layout of `kind`'s states, from three steps over a matrix of `dtype` and over the same matrix in two
+    pieces.
 
     Raises: NotElementwise when the pieces don't come out as the whole does.
     """
@@ -147,8 +149,8 @@ def probe(optimizer: Optimizer, kind: type[Optimizer], group: Group, dtype: torc
 def borrow_for_trial(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, parameters: Sequence[torch.Tensor]
 ) -> Optimizer:
-    """As `borrow`, to find out what the class does: a warm-up may start from a learning rate of 0, where every class
-    looks alike, and a class that trains and evaluates in modes of its own is to train."""
+    """Borrow an optimizer to find out what the class does: a warm-up may start from a learning rate of 0, where every
+    class looks alike, and a class that trains and evaluates in modes of its own is to train."""
     inner = borrow(optimizer, kind, group, parameters)
     (options,) = inner.param_groups
     if (lr := options.get("lr")) is not None:
@@ -223,8 +225,8 @@ _READS = 1000
 def non_elementwise_layout(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, parameter: StoredTensor, dtype: torch.dtype
 ) -> StateLayout:
-    """The layout of `kind`'s states for a parameter that is updated in `dtype`, from one step over one of its shape: of
-    tensors without memory or, where the class can't do that, in memory.
+    """Return the layout of `kind`'s states for a parameter that is updated in `dtype`, from one step over one of its
+    shape: over tensors without memory or, where the class can't do that, in memory.
 
     Raises: OptimizerError for a class that can't run on one parameter at a time, or a parameter for which there is no
     room.
@@ -255,7 +257,7 @@ def non_elementwise_layout(
 def _states_of_one(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, parameter: torch.Tensor
 ) -> Mapping[str, Any]:
-    """What `kind` keeps for a parameter after one step. Raises: OptimizerError when that fails."""
+    """Return what `kind` keeps for a parameter after one step. Raises: OptimizerError when that fails."""
     inner = borrow_for_trial(optimizer, kind, group, [parameter])
     _step(kind, [inner], [[torch.full_like(parameter, 0.25)]])
     return inner.state[parameter]
@@ -285,7 +287,8 @@ def is_stored(value: torch.Tensor, shape: torch.Size) -> bool:
 def _check_independent(
     optimizer: Optimizer, kind: type[Optimizer], group: Group, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """Three steps over two small parameters together and over each alone. Raises: OptimizerError if they differ."""
+    """Take three steps over two small parameters together and over each alone. Raises: OptimizerError if they
+    differ."""
     small = [min(size, 3 + index) for index, size in enumerate(shape)]
     numel = torch.Size(small).numel()
     ramp = partial(torch.linspace, -1, steps=numel, dtype=dtype, device="cpu")
@@ -329,8 +332,8 @@ def _step(
 def check_non_elementwise(
     kind: type[Optimizer], parameter: StoredTensor, *, in_backward: bool, narrowed: Sequence[str]
 ) -> None:
-    """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do. `narrowed`: options
-    that ask for other forms of what it keeps."""
+    """Raises: OptimizerError where the update of a whole parameter is asked for what it can't do. `narrowed` are the
+    options that ask for other forms of what it keeps."""
     shape, storage = tuple(parameter.shape), parameter.stored
     why = f"{kind.__qualname__} updates whole parameters"
     if parameter.whole is not parameter:
@@ -369,8 +372,8 @@ class Layouts:
     def under(
         self, optimizer: Optimizer, group: Group, kept: KeptAs, moving: Set[str], *, in_backward: bool
     ) -> GroupLayouts:
-        """Those under the present options of `group`, but for the `moving` ones, which the class changes at each step.
-        `in_backward`: whether backward is to update parameters.
+        """Return the layouts under the present options of `group`, but for the `moving` ones, which the class changes
+        at each step. `in_backward` says whether backward is to update parameters.
 
         Raises: OptimizerError for options that can't be honoured.
         """
@@ -391,7 +394,7 @@ class Layouts:
 
 
 def _zero_or_not(value: object) -> object:
-    """What is left of an option's number, or of several, when it matters only whether they are zero."""
+    """Return what is left of an option's number, or of several, when it matters only whether they are zero."""
     return [number and True for number in value] if isinstance(value, (tuple, list)) else value and True
 
 
@@ -418,17 +421,17 @@ class GroupLayouts:
         *,
         in_backward: bool,
     ) -> None:
-        """`find`: what is known of updates in a dtype."""
+        """`find` returns what is known of updates in a dtype."""
         self._optimizer, self._kind, self._group, self._find = optimizer, kind, group, find
         self._kept, self._in_backward = kept, in_backward
 
     def of_pieces(self, dtype: torch.dtype) -> StateLayout | None:
-        """That of parameters which are updated in `dtype`, each element by itself; None where the class updates whole
-        parameters."""
+        """Return the layout of parameters that are updated in `dtype`, each element by itself; None where the class
+        updates whole parameters."""
         return self._find(dtype)[None]
 
     def of(self, parameter: StoredTensor, dtype: torch.dtype) -> StateLayout:
-        """That of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
+        """Return the layout of `parameter`, updated in `dtype`. Raises: OptimizerError for what can't be streamed."""
         if (layout := self.of_pieces(dtype)) is not None:
             if self._kept.state_dtype == EIGHT_BITS:
                 check_can_be_coded(parameter, dtype)

@@ -50,8 +50,8 @@ class TornStep:
         begun: Collection[torch.Tensor],
         updated: Collection[torch.Tensor],
     ) -> TornStep:
-        """What `error` left of a step over `concerned`. `groups`: the optimizer's parameters, with their names if they
-        have any; the others are numbered."""
+        """Say what `error` left of a step over `concerned`. `groups` has the optimizer's parameters, with their names
+        if they have any; the others are numbered."""
         names: dict[torch.Tensor, str] = {}
         for number, (parameters, named) in enumerate(groups):
             numbered = [f"parameter {position} of group {number}" for position in range(len(parameters))]
@@ -66,7 +66,7 @@ class TornStep:
 
 @dataclass(frozen=True)
 class ReservedStates(TornStep):
-    """No step: states are shown that have no values before they are loaded."""
+    """Says that no step was interrupted: states are shown that have no values before they are loaded."""
 
     def __str__(self) -> str:
         return (
@@ -100,14 +100,14 @@ class Progress:
     """Which parameters of one step are updated.
 
     Attributes:
-        begun: those of which elements were updated, or may have been.
-        finished: those of which all were, though maybe not in the store yet.
-        pending: keys of the storages that are not final yet.
+        begun: the parameters of which elements were updated, or may have been.
+        finished: the parameters of which all elements were, though maybe not in the store yet.
+        pending: the keys of the storages that are not final yet.
         irrevocable: whether the gradients may be gone, so that the step can't be taken again.
         changes: whether something that must be done whole is under way.
-        in_place: those that are updated at once (see [Note: in-place updates]), if that has begun; `in_place_updated`
-            says whether it is over.
-        ordinary: parameters that aren't stored, and were updated before.
+        in_place: the parameters that are updated at once (see [Note: in-place updates]), if that has begun;
+            `in_place_updated` says whether it is over.
+        ordinary: the parameters that aren't stored, and were updated before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -125,30 +125,30 @@ class Progress:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around what must be done whole."""
+        """Open a block around what must be done whole."""
         with sealed:
             self.changes = True
             yield
             self.changes = False
 
     def hold(self, parameter: StoredTensor, nbytes: int) -> None:
-        """Nobody else has the parameter's gradient, of so many bytes in memory."""
+        """Note that nobody else has the parameter's gradient, of so many bytes in memory."""
         self._held[parameter] = nbytes
         self._bytes_came += nbytes
 
     @property
     def bytes_held(self) -> int:
-        """Of gradients in memory that nobody else has, of the parameters that wait for their update."""
+        """The bytes of gradients in memory that nobody else has, of the parameters that wait for their update."""
         return self._bytes_came - self._bytes_went
 
     def end(self) -> None:
-        """The step is over, well or not: nothing waits for it any more."""
+        """Let nothing wait for the step any more: it is over, well or not."""
         self.pending.clear()
         self._held.clear()
         self._bytes_went = self._bytes_came
 
     def finish(self, parameters: Mapping[StoredTensor, ParameterStates], touched: Iterable[int]) -> None:
-        """These parameters are updated: let others see them. `touched`: keys of the storages that are final."""
+        """Let others see these parameters, which are updated. `touched` are the keys of the storages that are final."""
         self.pending.difference_update(touched)
         self.finished.update(parameters)
         for states in parameters.values():
@@ -159,8 +159,8 @@ class Progress:
     def torn(
         self, error: BaseException, stored: dict[StoredTensor, ParameterStates], concerned: Collection[StoredTensor]
     ) -> TornStep | None:
-        """After `error`, once the writes under way have ended: how far it got; None if nothing changed and the
-        gradients are there still."""
+        """Say how far the step got before `error`, once the writes under way have ended; None if nothing changed and
+        the gradients are there still."""
         begun, finished = self.begun.union(self.in_place), self.finished
         if not (begun or self.ordinary or self.irrevocable):
             return None

@@ -71,13 +71,13 @@ class PlainSteps:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> PlainSteps:
-        """Those of `optimizer`."""
+        """Return the steps of `optimizer`."""
         if optimizer not in cls._of:
             cls._of[optimizer] = cls(optimizer)
         return cls._of[optimizer]
 
     def begin(self, optimizer: Optimizer, parameters: Sequence[StoredTensor]) -> None:
-        """A step begins. `parameters`: those of the optimizer that are stored.
+        """Begin a step. `parameters` are those of the optimizer that are stored.
 
         Raises: OptimizerError for a class that can't be streamed, unless its own code runs; or after a torn step.
         """
@@ -113,7 +113,7 @@ class PlainSteps:
 
     @classmethod
     def end(cls, optimizer: Optimizer) -> None:
-        """A step is over: the gradients are there again."""
+        """End a step: the gradients are there again."""
         steps = cls._of.get(optimizer)
         if steps is not None:
             steps._give_back()
@@ -158,7 +158,7 @@ class PlainSteps:
             self._consumed[parameter], parameter.grad = gradient, None
 
     def forget(self) -> None:
-        """A state was loaded: the last step counts no more."""
+        """Count the last step no more, because a state was loaded."""
         self._consumed.clear()
         self._streamed.torn = None
 
@@ -179,7 +179,7 @@ def _note_missing_masters(optimizer: Optimizer) -> None:
 
 
 def _step_none(optimizer: Streamed, groups: list[Group]) -> list[torch.Tensor]:
-    """The class's own code steps ordinary parameters, behind those that are stored."""
+    """Step none: the class's own code steps ordinary parameters, behind those that are stored."""
     return []
 
 
@@ -189,7 +189,7 @@ def _forget(optimizer: Optimizer) -> None:
 
 @register_optimizer_step_pre_hook
 def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before the step of any optimizer.
+    """Run before the step of any optimizer.
 
     Raises: OptimizerError for one that can't step over stored parameters, before it has changed anything.
     """
@@ -224,7 +224,8 @@ def sgd_updates(dtype: torch.dtype) -> bool:
 
 
 def _like(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> StoredTensor | NotImplementedType:
-    """`zeros_like`, `full_like` or `empty_like` of a whole stored tensor, without another dtype, device or layout."""
+    """Run `zeros_like`, `full_like` or `empty_like` of a whole stored tensor, without another dtype, device or
+    layout."""
     source, *value = args
     if source.views or any(v is not None for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")):
         return NotImplemented

@@ -60,7 +60,7 @@ class Recurrence:
 
 
 def values_of(states: Iterable[dict[str, Any]]) -> list[object]:
-    """All values of some entries."""
+    """Return all values of some entries."""
     return list(chain.from_iterable(map(dict.values, states)))
 
 

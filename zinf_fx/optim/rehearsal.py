@@ -35,7 +35,7 @@ class Rehearsal:
     """Steps of a class over stand-ins for the parameters of one optimizer.
 
     Attributes:
-        moving: names of options that steps have changed.
+        moving: the names of options that steps have changed.
     """
 
     def __init__(self, kind: type[Optimizer]) -> None:
@@ -47,7 +47,7 @@ class Rehearsal:
         self.moving: set[str] = set()
 
     def repeat(self, optimizer: Optimizer) -> None:
-        """As `run`, of a class that has stepped stand-ins already: it is the options that are wrong where it fails."""
+        """Step stand-ins again, if the class has stepped any. Where that fails, it is the options that are wrong."""
         if self._passed is not None:
             self.run(optimizer)
 
@@ -76,7 +76,7 @@ class Rehearsal:
         self.moving |= self._moved.options
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """The step is taken: let `optimizer` have what it changes besides parameters and states."""
+        """After the step, let `optimizer` have what that changes besides parameters and states."""
         moved, self._moved = self._moved, None
         if moved is not None:
             moved.set_in(optimizer)
@@ -100,7 +100,7 @@ def _on_the_cpu(group: Group) -> Group:
 
 
 def _stand_ins(group: Group) -> list[torch.Tensor]:
-    """A small parameter of as many dimensions as the group's first, with a gradient."""
+    """Make a small parameter of as many dimensions as the group's first, with a gradient."""
     stand_ins = [torch.ones([min(size, _ELEMENTS) for size in p.shape], device="cpu") for p in group["params"][:1]]
     for stand_in in stand_ins:
         stand_in.grad = torch.full_like(stand_in, 0.25)

@@ -35,8 +35,8 @@ class UpdateKind(NamedTuple):
     """What parameters have in common that may share a chunk.
 
     Attributes:
-        place: what updates them.
-        dtype: in which they are updated.
+        place: the device that updates them.
+        dtype: the dtype in which they are updated.
         names: the states that are stored.
         present: those of them, and of the master, that hold values; the torch class makes the others.
         non_elementwise: whether each is updated whole, in a chunk of its own, because the class isn't element-wise.
@@ -58,7 +58,7 @@ class UpdateGroup:
     """Parameters of one kind in one of the optimizer's groups: one call of the torch class may update them.
 
     Attributes:
-        options: those of the optimizer's group when the latest step took them.
+        options: the options of the optimizer's group when the latest step took them.
     """
 
     def __init__(self, options: Group, kind: UpdateKind) -> None:
@@ -80,7 +80,7 @@ class UpdateGroups:
     def of(
         self, number: int, group: Group, states: ParameterStates, layout: StateLayout, present: frozenset[str]
     ) -> UpdateGroup:
-        """Return the update group of a parameter in the optimizer's group of this number. `present`: the states that
+        """Return the update group of a parameter in the optimizer's group of this number. `present` are the states that
         hold values."""
         names = tuple(layout.tensors)
         if layout.non_elementwise:  # others may be present, and the class makes what it needs
@@ -108,8 +108,8 @@ class SliceStates:
     same tensors are updated.
 
     Attributes:
-        updates: of each member.
-        elements: which of each member.
+        updates: the update of each member.
+        elements: which elements of each member these are.
         is_last: whether this rank updates no element of the members behind these.
     """
 
@@ -120,7 +120,7 @@ class SliceStates:
 
     @cached_property
     def parameters(self) -> dict[StoredTensor, ParameterStates]:
-        """Each member's parameter, in order, with its states."""
+        """The members' parameters, in order, with their states."""
         return {states.parameter: states for states in self.members}
 
     @property
@@ -140,7 +140,7 @@ class SliceStates:
 
     @cached_property
     def state_rows(self) -> dict[str, Row]:
-        """By name, the states and the masters."""
+        """The rows of states and masters, by name."""
         names = self.members[0].tensors
         rows: dict[str, Row] = {}
         for name in (*self.members[0].masters, *self.kind.names):
@@ -155,16 +155,17 @@ class SliceStates:
 
     @cached_property
     def touched(self) -> frozenset[int]:
-        """Keys of the storages that the update reads and writes."""
+        """The keys of the storages that the update reads and writes."""
         return frozenset(key for states in self.members for key in states.touched)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, masters among them."""
+        """The bytes of the states, masters among them."""
         return sum(states.states_nbytes(part) for states, part in zip(self.members, self.elements, strict=True))
 
     def let_go_of_gradients(self) -> bool:
-        """They are consumed: hold nothing that their memory is to go with. Returns whether anything was held."""
+        """Drop the gradients, which are consumed: their memory goes back with the last that holds it. Returns whether
+        anything was held."""
         row = self.__dict__.get("gradient_row")
         if row is not None and row.holds_no_memory:
             return False
@@ -180,8 +181,8 @@ class _Run(NamedTuple):
     """Members of a slice that live side by side in one array.
 
     Attributes:
-        bytes: theirs, with what lies between them.
-        elements: of the bytes, those that a window shows.
+        bytes: the bytes of the members, with what lies between them.
+        elements: which elements of the bytes a window shows.
         views: makes the elements of each member of the memory of that window.
     """
 
@@ -232,7 +233,7 @@ class StoredRow:
             yield window(elements.start, len(elements), load=load)
 
     def of(self, windows: Sequence[AnyWindow]) -> Elements:
-        """The elements of each member, 1-D, once they are there."""
+        """Return the elements of each member, 1-D, once they are there."""
         runs = zip(self._runs, windows, strict=True)
         elements = [run.views.of(window.wait(), run.bytes.allocation.tiers.host) for run, window in runs]
         return elements[0] if len(elements) == 1 else list(chain.from_iterable(elements))
@@ -251,7 +252,7 @@ class GatheredRow:
         yield GatheredWindow(self._tensor, place)
 
     def of(self, windows: Sequence[AnyWindow]) -> Elements:
-        """All of them, 1-D."""
+        """Return all of them, 1-D."""
         return [window.wait() for window in windows]
 
 
@@ -271,10 +272,10 @@ class GatheredWindow:
         self._value: torch.Tensor | None = None
 
     def arrived(self) -> None:
-        """Nothing is under way yet."""
+        """Return at once: nothing is under way yet."""
 
     def wait(self) -> torch.Tensor:
-        """All elements, 1-D."""
+        """Return all elements, 1-D."""
         if self._value is None:
             self._value = self._tensor.stored.value().to(self._place.torch_device)
         return self._value
@@ -330,8 +331,8 @@ class OpenSlice(OpenWindows):
         return self.shows_the_present and (self._refresh or not self._refreshes)
 
     def wait(self) -> None:
-        """After the reads, take over what others wrote to the parameters; where these still are the masters rounded,
-        the masters stay."""
+        """Wait for the reads, then take over what others wrote to the parameters; where these still are the masters
+        rounded, the masters stay."""
         for window in self._windows:
             window.wait()
         self._of_parameters = self.states.parameter_row.of(self._parameter)
@@ -366,8 +367,8 @@ class OpenSlice(OpenWindows):
         return [self._of_parameters, *self._of_masters.values(), self._of_gradients, *self._of_states.values()]
 
     def operands(self, number: int, elements: range, numbers: State) -> Operands:
-        """What an update of some elements of a member reads and writes. `elements`: counted from the slice's first;
-        `numbers`: the states that aren't stored."""
+        """Return what an update of some elements of a member reads and writes. `elements` are counted from the slice's
+        first; `numbers` are the states that aren't stored."""
         parameter, gradient = self._of_parameters[number], self._of_gradients[number]
         master = {name: array[number] for name, array in self._of_masters.items()}
         states = {name: array[number] for name, array in self._of_states.items()}
@@ -405,8 +406,8 @@ class OpenNonElementwise(OpenSlice):
         return self._names
 
     def update(self, inner: Optimizer, numbers: State) -> State:
-        """Run `inner`, the torch class with options and no parameters yet. Returns the states that stay in memory.
-        `numbers`: those now."""
+        """Run `inner`, the torch class with options and no parameters yet. `numbers` are the states that stay in memory
+        now; returns those that stay there afterwards."""
         (states,) = self.states.members
         shape = states.parameter.shape
         # What the class updates. A split master is refused: see `check_non_elementwise`.

@@ -38,7 +38,8 @@ _MASTERS = (MASTER, MASTER_UP)
 
 
 def working_dtype(parameter: StoredTensor) -> torch.dtype:
-    """The dtype of the update: fp32 for low-precision parameters (mixed precision, ZeRO section 3.1), else their own.
+    """Return the dtype of the update: fp32 for low-precision parameters (mixed precision, ZeRO section 3.1), else their
+    own.
 
     Raises: OptimizerError for what can't be updated in pieces: a view, or a dtype that isn't real floating-point.
     """
@@ -66,7 +67,7 @@ def check_reduced(parameter: StoredTensor) -> None:
 
 
 def check_gradient(parameter: StoredTensor) -> None:
-    """As `check_reduced`, and raises OptimizerError for a gradient that isn't dense, too."""
+    """Raises: OptimizerError for a gradient that `check_reduced` refuses, or that isn't dense."""
     check_reduced(parameter)
     gradient = parameter.grad
     assert gradient is not None
@@ -78,13 +79,14 @@ def check_gradient(parameter: StoredTensor) -> None:
 
 
 def place_of(parameter: StoredTensor) -> Device:
-    """What updates a parameter: its device where the states live there, else the CPU (ZeRO-Offload)."""
+    """Return what updates a parameter: its device where the states live there, else the CPU (ZeRO-Offload)."""
     storage = parameter.stored
     return storage.device if storage.placement.optimizer == "device" else CPU
 
 
 def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: torch.dtype, loads: str) -> State:
-    """A loaded entry, less what a parameter that is updated in `dtype` has no use for. `loads`: name of the class.
+    """Return a loaded entry, less what a parameter that is updated in `dtype` has no use for. `loads` is the name of
+    the class.
 
     Raises: OptimizerError if it can't be right.
     """
@@ -110,14 +112,14 @@ def fitting(entry: State, layout: StateLayout, parameter: StoredTensor, dtype: t
 
 
 def _scalar(value: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
-    """A loaded state that stays in memory: a tensor of its own, of `dtype`."""
+    """Return a loaded state that stays in memory as a tensor of its own, of `dtype`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype, copy=True)
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _companions(entry: State) -> set[str]:
-    """The names of the companions that states in an entry have."""
+    """Return the names of the companions that states in an entry have."""
     states = (name for name in entry if kind_of(name, entry) is None)
     return {companion_of(name) for name in states if has_companion(entry[name])}
 
@@ -127,12 +129,13 @@ class ParameterStates:
     memory.
 
     Attributes:
-        place: what updates the parameter.
-        tensors: by name. One holds a value only while the optimizer's `state` shows it.
-        version: of the parameter's bytes when the master last agreed with them; None when that isn't known.
+        place: the device that updates the parameter.
+        tensors: the states by name. One holds a value only while the optimizer's `state` shows it.
+        version: the version of the parameter's bytes when the master last agreed with them; None when that isn't known.
         refresh: whether this step takes over into the master what the parameter holds.
         gradient: what this step consumes; None between steps. The parameter's `grad` may be another one by then.
-        updated: the elements that this rank updates, all, or its share; `count`: how many they are.
+        updated: the elements that this rank updates: all, or its shard.
+        count: how many elements these are.
     """
 
     updated: tuple[range, ...]
@@ -141,7 +144,7 @@ class ParameterStates:
     def __init__(
         self, parameter: StoredTensor, dtype: torch.dtype, spaces: dict[str, TensorStorage] | None = None
     ) -> None:
-        """`dtype`: of the update. `spaces`: what is reserved already, by the name of the state."""
+        """The update is in `dtype`. `spaces` has what is reserved already, by the name of the state."""
         self._spaces = spaces or {}
         # For which layout, in which dtype, of a parameter with which key there is room.
         self._reserved: tuple[StateLayout, torch.dtype, int] | None = None
@@ -155,7 +158,7 @@ class ParameterStates:
         self.dtype = dtype
 
     def look_for_writes(self, present: Collection[str]) -> None:
-        """Find out whether this step has to `refresh` the master. `present`: the names of the states with values."""
+        """Find out whether this step has to `refresh` the master. `present` has the names of the states with values."""
         version = self.parameter.stored.bytes.version
         self.refresh = self.version != version or not set(self.masters).issubset(present)
         if self._joined_with not in (None, version):
@@ -169,18 +172,17 @@ class ParameterStates:
 
     @property
     def in_shares(self) -> bool:
-        """Whether each of many ranks updates its own share only (ZeRO, stage 1)."""
+        """Whether each of many ranks updates its own shard only (ZeRO, stage 1)."""
         return self.parameter.stored.share.ranks.shards > 1
 
     @property
     def touched(self) -> list[int]:
-        """Keys of the storages that the update reads and writes."""
+        """The keys of the storages that the update reads and writes."""
         gradient = [self.gradient.stored.key] if isinstance(self.gradient, StoredTensor) else []
         return [self.parameter.stored.key, *gradient, *self._keys]
 
     @cached_property
     def _keys(self) -> list[int]:
-        """Those of the states."""
         return [tensor.stored.key for tensor in self.tensors.values()]
 
     @property
@@ -190,7 +192,6 @@ class ParameterStates:
 
     @cached_property
     def _allocations(self) -> list[Allocation]:
-        """Those of the states."""
         return [tensor.stored.bytes.allocation for tensor in self.tensors.values()]
 
     def flush(self) -> None:
@@ -204,14 +205,14 @@ class ParameterStates:
         return self.gradient if isinstance(self.gradient, StoredTensor) and not self.gradient.views else None
 
     def joins(self, other: ParameterStates) -> bool:
-        """Whether the parameter is a member of the same group as the other one, and its gradient comes likewise."""
+        """Whether both parameters are members of one group, and their gradients come alike."""
         mine, its = self.parameter.stored.bytes, other.parameter.stored.bytes
         return mine.allocation is its.allocation and (self.streamed_gradient is None) == (
             other.streamed_gradient is None
         )
 
     def is_in_store(self) -> bool:
-        """As `flush`. Whether nothing failed."""
+        """Flush, and return whether nothing failed."""
         try:
             self.flush()
         except StoreError:
@@ -252,7 +253,7 @@ class ParameterStates:
 
     @cached_property
     def rounded(self) -> list[str]:
-        """Names of the states that are kept in less than the dtype of the update, in order."""
+        """The names of the states that are kept in less than the dtype of the update, in order."""
         states = (name for name in self.tensors if kind_of(name, self.tensors) is None)
         return [name for name in states if self.tensors[name].dtype.itemsize < self.dtype.itemsize]
 
@@ -264,7 +265,8 @@ class ParameterStates:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of buffers that the update of an element takes, of scratch too; what lives in host memory takes none.
+        """The bytes of buffers that the update of an element takes, of scratch too; what lives in host memory takes
+        none.
 
         Without a gradient yet, one of the parameter's dtype in memory is assumed.
         """
@@ -272,7 +274,7 @@ class ParameterStates:
 
     @property
     def bytes_opened(self) -> int:
-        """Bytes of windows for the update of an element."""
+        """The bytes of windows for the update of an element."""
         gradient = self.gradient
         if isinstance(gradient, StoredTensor) and not gradient.stored.bytes.in_host_memory:
             return self.bytes_written + gradient.dtype.itemsize
@@ -280,19 +282,19 @@ class ParameterStates:
 
     @cached_property
     def bytes_written(self) -> int:
-        """Bytes per element that an update writes to the store."""
+        """The bytes per element that an update writes to the store."""
         states = (tensor for name, tensor in self.tensors.items() if kind_of(name, self.tensors) is None)
         tensors = (self.parameter, *states)
         return sum(tensor.dtype.itemsize for tensor in tensors if not tensor.stored.bytes.in_host_memory)
 
     def states_nbytes(self, elements: range) -> int:
-        """Bytes of the states of some elements of the parameter, masters among them."""
+        """Return the bytes of the states of some elements of the parameter, masters among them."""
         parts = ((part_of(name, self.tensors, elements), tensor) for name, tensor in self.tensors.items())
         return sum(len(part) * tensor.dtype.itemsize for part, tensor in parts)
 
     def reserve(self, layout: StateLayout, dtype: torch.dtype) -> None:
-        """Make room for the states of `layout` that have none, and for a master where one is needed by now. `dtype`:
-        of the update.
+        """Make room for the states of `layout` that have none, and for a master where the update, in `dtype`, needs one
+        by now.
 
         Raises: StoreError when there is no space, OptimizerError when the parameter's dtype became another one in which
         the states don't fit, or its shape another one.
@@ -336,7 +338,8 @@ class ParameterStates:
         check_room(self.parameter, sum(tensor.nbytes for tensor in streamed))
 
     def take_over_shown(self, entry: State) -> frozenset[str]:
-        """Have the states that the optimizer shows, and it these. Returns the names of those that hold values."""
+        """Take over the states that the optimizer shows, and have it show these. Returns the names of those that hold
+        values."""
         if all([entry.get(name) is tensor for name, tensor in self.tensors.items()]):
             return self._names
         present = frozenset(name for name in self.tensors if entry.get(name) is not None)
@@ -352,7 +355,7 @@ class ParameterStates:
         return frozenset(self.tensors)
 
     def take_over(self, name: str, value: torch.Tensor) -> StoredTensor:
-        """The tensor of state `name`, now with `value`, which is kept itself when it is stored already."""
+        """Return the tensor of state `name`, now with `value`, which is kept itself when it is stored already."""
         mine = self.tensors[name]
         if value is mine:
             return mine
@@ -362,7 +365,7 @@ class ParameterStates:
         return self.copy(name, value)
 
     def copy(self, name: str, value: torch.Tensor, companion: torch.Tensor | None = None) -> StoredTensor:
-        """The tensor of state `name`, now with a copy of `value`'s elements, which may have a `companion`."""
+        """Return the tensor of state `name`, now with a copy of `value`'s elements, which may have a `companion`."""
         mine = self.tensors[name]
         if value is mine:
             return mine
@@ -386,7 +389,7 @@ class ParameterStates:
         self.tensors[name].stored.set(value)
 
     def _reserve(self, name: str, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
-        """`shape`: if it isn't the parameter's."""
+        """Make room for state `name`, of `shape` if it isn't the parameter's."""
         parameter, storage = self.parameter, self.parameter.stored
         space = self._spaces.pop(name, None)
         kind = kind_of(name, self.tensors)
@@ -413,7 +416,7 @@ class ParameterStates:
 
 
 def by_allocation(parameters: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
-    """Parameters that live side by side together, and each such group, in the order in which they were made."""
+    """Group parameters that live side by side, in the order in which they were made."""
     allocations: dict[Allocation, list[StoredTensor]] = {}
     for parameter in sorted(parameters, key=lambda parameter: parameter.stored.key):
         allocations.setdefault(parameter.stored.bytes.allocation, []).append(parameter)
@@ -431,22 +434,22 @@ class KeptStates:
     """Where the states of an optimizer's stored parameters live.
 
     Attributes:
-        states: of each parameter for which room was made.
+        states: the states of each parameter for which room was made.
     """
 
     def __init__(self, *, masters: bool) -> None:
-        """`masters`: whether parameters of low precision are updated through an fp32 copy."""
+        """`masters` says whether parameters of low precision are updated through an fp32 copy."""
         self._masters = masters
         self.states: dict[StoredTensor, ParameterStates] = {}
         self._spaces: dict[StoredTensor, dict[str, TensorStorage]] = {}  # of parameters to come
 
     def dtype(self, parameter: StoredTensor) -> torch.dtype:
-        """Of the update. Raises: OptimizerError for a parameter that can't be updated in pieces."""
+        """Return the dtype of a parameter's update. Raises: OptimizerError for one that can't be updated in pieces."""
         dtype = working_dtype(parameter)
         return dtype if self._masters else parameter.dtype
 
     def make_room(self, layouts: Mapping[StoredTensor, StateLayout]) -> None:
-        """Before `reserve`: make room for the states of parameters, each with its layout. Those of the members of one
+        """Make room for the states of parameters, each with its layout, before `reserve`. Those of the members of one
         group live side by side, too, where they have the same states, of their own shape. Raises: StoreError when there
         is none."""
         for members in by_allocation(layouts):
@@ -476,7 +479,7 @@ class KeptStates:
     def reserve(
         self, parameter: StoredTensor, layout: StateLayout, shown: Mapping[torch.Tensor, State]
     ) -> ParameterStates:
-        """Make room for the states of a parameter, as `ParameterStates.reserve`. `shown`: the optimizer's `state`."""
+        """Make room for the states of a parameter, as `ParameterStates.reserve`. `shown` is the optimizer's `state`."""
         dtype = self.dtype(parameter)
         states = self.states.get(parameter)
         if states is None:
@@ -494,7 +497,7 @@ class KeptStates:
         layout_of: Callable[[StoredTensor], StateLayout],
         shown: Mapping[torch.Tensor, State],
     ) -> None:
-        """Copy the values of entries that fit to where they live. `shown`: the optimizer's `state`.
+        """Copy the values of entries that fit to where they live. `shown` is the optimizer's `state`.
 
         Raises: StoreError; some are copied then.
         """

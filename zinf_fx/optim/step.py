@@ -29,7 +29,7 @@ from zinf_fx.runtime.tensor.tiers import drain_after
 
 
 def bytes_in_memory(gradient: torch.Tensor) -> int:
-    """What a consumed gradient takes of host memory, or kept there as it was computed, until its update."""
+    """Return what a consumed gradient takes of host memory, or kept there as it was computed, until its update."""
     if not isinstance(gradient, StoredTensor):
         return gradient.nbytes
     return gradient.stored.bytes.nbytes if gradient.stored.tier == "host" else 0
@@ -39,13 +39,12 @@ class StreamedStep:
     """One step of `optimizer`, by the arithmetic of class `kind`, over the parameters that `add` is called with.
 
     Everything that decides the result is read at construction and in `add`. From the first `add` on, it is the
-    `BackgroundWork` of their tiers; `close` says that no more come. It is over when all are updated and in the
-    store.
+    `BackgroundWork` of their tiers; `close` says that no more come. It is over when all are updated and in the store.
 
     Attributes:
         parameters: those that were added, in order.
-        closed: no more come.
-        seconds: for which the training waited or did the step's arithmetic.
+        closed: whether no more come.
+        seconds: how long the training waited or did the step's arithmetic.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class StreamedStep:
         failed: Callable[[TornStep], None],
         ahead: PrefetchedStates | None = None,
     ) -> None:
-        """`stored`: where each parameter's states live. `failed` is told how a step
-        failed that changed anything. `ahead`: what was read for this one."""
+        """`stored` says where each parameter's states live. `failed` is told how a step failed that changed anything.
+        `ahead` was read for this one."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
         self._stored = stored
         self._failed = failed
@@ -133,7 +132,7 @@ class StreamedStep:
             self._progress.in_place_updated = True
 
     def follows(self, ordinary: Sequence[torch.Tensor]) -> None:
-        """Ordinary parameters of the optimizer are updated already: the step can't be taken again."""
+        """Note that ordinary parameters of the optimizer are updated already: the step can't be taken again."""
         self._progress.ordinary = ordinary
 
     def make_room(self, nbytes: int, limit: int) -> None:
@@ -149,11 +148,11 @@ class StreamedStep:
 
     @property
     def bytes_held(self) -> int:
-        """Of gradients in memory that wait for their update."""
+        """The bytes of gradients in memory that wait for their update."""
         return self._progress.bytes_held
 
     def close(self, overlap: bool) -> None:
-        """No more parameters come. With `overlap`, go on in the background where that is safe and of any use; else
+        """Take no more parameters. With `overlap`, go on in the background where that is safe and of any use; else
         return when all is done.
 
         Raises: StoreError; the step is torn unless nothing was changed, and no gradient consumed.
@@ -169,7 +168,7 @@ class StreamedStep:
             self.finish()
 
     def commit(self) -> None:
-        """The step counts as taken, and the gradients may be dropped: a failure from now on leaves it torn.
+        """Count the step as taken; the gradients may be dropped. A failure from now on leaves it torn.
 
         Raises: what ended it already, found by another thread; it can be taken again unless it is torn.
         """
@@ -198,7 +197,7 @@ class StreamedStep:
             self._lock.release()
 
     def _go_on(self) -> bool:
-        """In the thread beside: update the next chunk, or end the step. Returns whether there is more to do at once."""
+        """Update the next chunk, or end the step, in the thread beside. Returns whether there is more to do at once."""
         with self._lock:
             if self._over or not self._overlaps:
                 return False
@@ -217,7 +216,7 @@ class StreamedStep:
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         """Update chunks, and end the step behind the last, until something is so; or wait until it is, where the thread
-        beside is at work. Nothing when the step itself asks."""
+        beside is at work. Does nothing when the step itself asks."""
         while not (self.asks or is_so()):
             if self._beside is not None and self._beside.wait(is_so):
                 return
@@ -254,8 +253,8 @@ class StreamedStep:
 
     @finalizing
     def finish_when_dropped(self) -> None:
-        """As `finish`, for a finalizer: in a process made by fork, nothing. What the thread beside can do is left to
-        it, because a finalizer may run in the middle of a block that has a lock which the thread needs."""
+        """Finish for a finalizer; in a process made by fork, do nothing. What the thread beside can do is left to it,
+        because a finalizer may run in the middle of a block that has a lock which the thread needs."""
         if self._over or not self._of_this_process:
             return
         self.closed = True  # who would add more is gone
@@ -264,8 +263,8 @@ class StreamedStep:
 
     @sealed
     def abandon(self, error: BaseException) -> None:
-        """`error` ended what would have added more parameters: those that came are updated, the others are not. If all
-        came, and the disk failed somebody else, find out whether it failed this, too."""
+        """End the step after `error` ended what would have added more parameters: those that came are updated, the
+        others are not. If all came, and the disk failed somebody else, find out whether it failed this, too."""
         if not self._of_this_process:
             return
         with taking(self._lock):
@@ -303,8 +302,8 @@ class StreamedStep:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around all work: accesses to tensors are the step's own. An error ends the step; an interrupt only where it
-        comes in the middle of a change. Else what comes next goes on with the step."""
+        """Open a block around all work, in which accesses to tensors are the step's own. An error ends the step; an
+        interrupt does only where it comes in the middle of a change. Else what comes next goes on with the step."""
         started = time.perf_counter()
         is_beside = self._beside is not None and self._beside.is_this_thread
         purpose = self._purpose or RECORDER.purpose("", STATES)
@@ -381,7 +380,7 @@ class StreamedStep:
             self._leave()
 
     def _leave(self) -> None:
-        """The step is over, well or not."""
+        """Leave the tiers: the step is over, well or not."""
         self._progress.end()
         for batch in self._batches:
             batch.let_go_of_gradients()

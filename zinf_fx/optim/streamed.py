@@ -38,7 +38,7 @@ GRADIENT_BUFFER = 64 << 20
 
 
 def follow(consumer: GradientConsumer, parameter: StoredTensor) -> None:
-    """From now on, `consumer` takes the parameter's gradient when it is whole.
+    """Let `consumer` take the parameter's gradient from now on when it is whole.
 
     Raises: OptimizerError when another living optimizer does.
     """
@@ -64,7 +64,7 @@ def check_steps_in_backward(closure: object, scales: bool) -> None:
 
 
 def second_gradient(parameter: StoredTensor) -> OptimizerError:
-    """What a parameter's second gradient before `step()` is refused with."""
+    """Return the error with which a parameter's second gradient before `step()` is refused."""
     return OptimizerError(
         f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
         "step_in_backward=True, the first one has updated it; call step() after each backward pass, or leave the "
@@ -78,8 +78,8 @@ Fitted = Callable[[State, Group, StoredTensor], State]
 
 @contextmanager
 def taking_stored(optimizer: Optimizer, fitted: Fitted) -> Iterator[dict[StoredTensor, State]]:
-    """A block in which a class of torch loads a state dict without what that has for stored parameters. That is in the
-    result when the block ends. Hooks that are to run when all is loaded don't run in it."""
+    """Open a block in which a class of torch loads a state dict without what that has for stored parameters. That is in
+    the result when the block ends. Hooks that are to run when all is loaded don't run in it."""
     entries: dict[StoredTensor, State] = {}
 
     def take_stored(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def taking_stored(optimizer: Optimizer, fitted: Fitted) -> Iterator[dict[StoredT
 def _without_stored(
     state_dict: dict[str, Any], groups: Sequence[Group], fitted: Fitted
 ) -> tuple[dict[str, Any], dict[StoredTensor, State]]:
-    """`state_dict` without what it has for the stored parameters of an optimizer's `groups`, and that, `fitted` to each
-    parameter under the options that were saved for its group."""
+    """Return `state_dict` without what it has for the stored parameters of an optimizer's `groups`, and that, `fitted`
+    to each parameter under the options that were saved for its group."""
     entries: dict[StoredTensor, State] = {}
     saved_groups, rest = [], dict(state_dict["state"])
     for saved, mine in zip(state_dict["param_groups"], groups, strict=False):
@@ -317,7 +317,7 @@ class Streamed(Optimizer):
                 self._step_stored(step, in_place, batch)
 
     def share(self, optimizer: Optimizer) -> None:
-        """Be what steps the stored parameters of `optimizer`, by its options, groups and states as they are now."""
+        """Step the stored parameters of `optimizer`, by its options, groups and states as they are now."""
         if not self._constructed:
             self._complete()
             self.overlap, self.step_in_backward, self.kept_as = False, False, KeptAs()
@@ -379,7 +379,7 @@ class Streamed(Optimizer):
             step.make_room(nbytes, GRADIENT_BUFFER)
 
     def abandon(self, error: BaseException) -> None:
-        """Backward ended with `error`: a step that it began is torn. See `GradientConsumer`."""
+        """Tear a step that backward began and ended with `error`. See `GradientConsumer`."""
         if (step := self._begun_in_backward) is not None:
             step.abandon(error)
 
@@ -392,7 +392,7 @@ class Streamed(Optimizer):
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A block in which parameters and states are those after one step, whatever other threads do: for saving.
+        """Open a block in which parameters and states are those after one step, whatever other threads do: for saving.
 
         It begins when the step under way is in the store and no compiled graph runs. Until it ends, other threads that
         step or run a compiled graph wait: nothing in it may wait for them, nor, on a CUDA device, call backward.
@@ -432,8 +432,9 @@ class Streamed(Optimizer):
             hook(self)
 
     def reserved(self, parameter: StoredTensor, group: Group) -> State:
-        """The states of a stored parameter under the options of `group`: zeros, and tensors with room for values, which
-        `load_state_dict` doesn't copy where an entry has them itself, so that they may be filled after it."""
+        """Return the states of a stored parameter under the options of `group`: zeros, and tensors with room for
+        values, which `load_state_dict` doesn't copy where an entry has them itself, so that they may be filled after
+        it."""
         layout = self._layout({**self.defaults, **group}, parameter)
         tensors = self._kept.reserve(parameter, layout, self._state).tensors
         return layout.zeros() | {name: parameter.shown(tensor) for name, tensor in tensors.items()}
@@ -441,7 +442,7 @@ class Streamed(Optimizer):
     # -- what is kept where ------------------------------------------------------------------------------------------
 
     def _layouts_of(self, group: Group) -> GroupLayouts:
-        """Under the present options of a group."""
+        """Return the layouts under the present options of a group."""
         return self._layouts.under(self, group, self.kept_as, self.rehearsal.moving, in_backward=self.step_in_backward)
 
     def _layout(self, group: Group, parameter: StoredTensor) -> StateLayout:
@@ -504,7 +505,7 @@ class Streamed(Optimizer):
             raise
 
     def _new_step(self, groups: list[Group]) -> StreamedStep:
-        """A step over stored parameters of `groups`, which are as many as the optimizer's."""
+        """Begin a step over stored parameters of `groups`, which are as many as the optimizer's."""
         reference = weakref.ref(self)
 
         def tear(torn: TornStep) -> None:
@@ -522,7 +523,8 @@ class Streamed(Optimizer):
         return step
 
     def _batch(self, step: StreamedStep, groups: Sequence[Group]) -> UpdateBatch | None:
-        """The updates of stored parameters in `groups` whose gradients `step` has not taken, if there are any."""
+        """Return the updates of stored parameters in `groups` whose gradients `step` has not taken, if there are
+        any."""
         parameters = [group["params"] for group in groups]
         layouts = cache(lambda number: self._layouts_of(self.param_groups[number]))
         recurring, self._recurring = None if step.parameters else self._recurring, None
@@ -536,7 +538,8 @@ class Streamed(Optimizer):
         return batch
 
     def _update_of(self, parameter: StoredTensor, layouts: Callable[[int], GroupLayouts]) -> Update:
-        """That of a parameter, with space for its states. `layouts`: of a group, by its number."""
+        """Return the update of a parameter, with space for its states. `layouts` gives those of a group, by its
+        number."""
         number = self._groups[parameter]
         group = self.param_groups[number]
         check_gradient(parameter)

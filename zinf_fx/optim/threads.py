@@ -49,8 +49,8 @@ LEAST = AT_A_TIME // 4
 
 
 def lanes_for(elements: int) -> tuple[int, int]:
-    """How many pieces of a chunk of at most so many elements are updated at the same time, and of how many elements a
-    piece is at most."""
+    """Return how many pieces of a chunk of at most so many elements are updated at the same time, and of how many
+    elements a piece is at most."""
     threads = torch.get_num_threads()
     piece = min(AT_A_TIME, max(LEAST, round_up(-(-elements // threads), WINDOW_ALIGNMENT)))
     lanes = min(threads, elements // piece, AT_ONCE // piece)
@@ -58,8 +58,8 @@ def lanes_for(elements: int) -> tuple[int, int]:
 
 
 def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], pieces: Sequence[P]) -> Generator[R, None, None]:
-    """`work` of each of `pieces`, in one of the lanes, by the threads; what it gives comes in order. A lane does one
-    piece of work at a time, so that at most as many are under way. When this is closed, all that began is over.
+    """Yield `work` of each of `pieces`, in order, which the threads do in the lanes. A lane does one piece of work at a
+    time, so that at most as many are under way. When this is closed, all that began is over.
 
     In one lane, or where no thread is to be had, as at exit, the work is done here.
     """
@@ -93,8 +93,8 @@ def serves(thread: int) -> bool:
 
 
 class _Here(threading.local):
-    """Of each thread: whether it `is_alone`, so that a step in it does all the work itself; of the pool's, which do for
-    life, the thread that it `serves` or served last."""
+    """What each thread knows: whether it `is_alone`, so that a step in it does all the work itself; in one of the pool,
+    which works there all its life, the thread that it `serves` or served last."""
 
     is_alone = False
     serves: int | None = None
@@ -120,8 +120,8 @@ def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], piece:
 
 
 def _pool_of(threads: int) -> ThreadPoolExecutor | None:
-    """The pool, of at least so many threads. None where there are no more of them, and for a finalizer that steps, in
-    one of them, or where the pool is started or given work."""
+    """Return the pool, of at least so many threads. None where there are no more of them, and for a finalizer that
+    steps, in one of them, or where the pool is started or given work."""
     global _pool, _count
     if _here.is_alone or not _starting.acquire(blocking=False):
         return None
@@ -140,8 +140,8 @@ def _pool_of(threads: int) -> ThreadPoolExecutor | None:
 
 
 def _started(threads: int) -> ThreadPoolExecutor:
-    """A pool whose threads are there. This is to run in a thread that has asked nothing of PyTorch: it sets the number
-    that threads get which have not asked yet, and that of its own.
+    """Start a pool, and return it when its threads are there. This is to run in a thread that has asked nothing of
+    PyTorch: it sets the number that threads get which have not asked yet, and that of its own.
 
     Raises: RuntimeError where the system has no more threads.
     """
@@ -201,8 +201,8 @@ class BackgroundThread:
         return self._thread is threading.current_thread()
 
     def wake(self) -> bool:
-        """There may be something to do. Returns whether the thread is there to do it: not when it has failed, nor where
-        none can be started."""
+        """Wake the thread, because there may be something to do. Returns whether it is there to do it: not when it has
+        failed, nor where none can be started."""
         with self._changed:
             self._asked = True
             if self._thread is None and self.failure is None:

@@ -32,7 +32,6 @@ class Bytes(NamedTuple):
 
     @staticmethod
     def of(parameters: Collection[ParameterStates]) -> Bytes:
-        """That of some parameters."""
         return Bytes(
             max(states.bytes_per_element for states in parameters),
             max(states.bytes_written for states in parameters),
@@ -45,12 +44,12 @@ class UpdateBatch:
     when the same tensors come again. Where a parameter gets another storage, it does not keep what the old one had.
 
     Attributes:
-        updates: each parameter's.
-        parameters: with their states.
+        updates: the update of each parameter.
+        parameters: the parameters, with their states.
         users_parameters: the parameters that users have.
         bytes: where the parameters live.
-        tiers: in which they live.
-        touched: keys of the storages that the updates read and write.
+        tiers: the tiers in which they live.
+        touched: the keys of the storages that the updates read and write.
         recurs: whether it may come again in the next step.
         streams_gradients: whether all gradients are stored tensors, which nobody can change unseen.
     """
@@ -72,22 +71,21 @@ class UpdateBatch:
 
     @staticmethod
     def of(batches: Sequence[UpdateBatch]) -> UpdateBatch:
-        """One of all updates in several."""
+        """Make one batch of all updates in several."""
         return batches[0] if len(batches) == 1 else UpdateBatch([u for batch in batches for u in batch.updates])
 
     @cached_property
     def elements(self) -> int:
-        """That this rank updates."""
+        """How many elements this rank updates."""
         return sum(len(part) for states in self.states for part in states.updated)
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Of the fp32 weights of a chunk, as configured."""
+        """The bytes of the fp32 weights of a chunk, as configured."""
         return min(states.parameter.stored.config.chunk for states in self.states)
 
     @cached_property
     def bytes_per_element(self) -> Bytes:
-        """Of the updates, at most."""
         return Bytes.of(self.states)
 
     @cached_property
@@ -121,25 +119,25 @@ class UpdateBatch:
 
     @cached_property
     def in_shares(self) -> list[Update]:
-        """Those of parameters of which each of many ranks updates its own share only."""
+        """The updates of parameters of which each of many ranks updates its own shard only."""
         return [update for update in self.updates if update.states.in_shares]
 
     def chunks(self, elements: int) -> list[Chunk]:
-        """The updates in chunks of at most so many elements, in the order of their parameters' places."""
+        """Return the updates in chunks of at most so many elements, in the order of their parameters' places."""
         if self._chunks is None or self._chunks[0] != elements:
             self._chunks = elements, self._cut(elements)
         return self._chunks[1]
 
     def let_go_of_gradients(self) -> None:
-        """The updates are over, well or not."""
+        """Drop the gradients: the updates are over, well or not."""
         for states in self.states:
             states.gradient = None
         for chunk in self._chunks[1] if self._chunks is not None else ():
             chunk.let_go_of_gradients()
 
     def _cut(self, elements: int) -> list[Chunk]:
-        """Chunks by their first parameter, and those of a kind in the order in which they were cut: the last slice of a
-        parameter is updated last."""
+        """Cut the updates into chunks, which are in the order of their first parameters, and those of a kind in the
+        order in which they were cut: the last slice of a parameter is updated last."""
         chunks: list[tuple[int, Chunk]] = []
         by_kind: dict[UpdateKind, dict[StoredTensor, Update]] = {}
         for update in self.updates:
@@ -170,7 +168,7 @@ def _place(parameter: StoredTensor) -> int:
 
 
 def _let_go_of_bytes(batch: UpdateBatch | None) -> None:
-    """A parameter's storage is gone. This batch does not come again: see `RecurringUpdates`."""
+    """Drop the bytes when a parameter's storage is gone. The batch does not come again: see `RecurringUpdates`."""
     if batch is not None:
         batch.bytes, batch._chunks = [], None
         batch.__dict__.pop("allocations", None)
@@ -186,8 +184,8 @@ class RecurringUpdates:
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
     ) -> None:
-        """`groups`: the parameters in `batch`, those of each of the optimizer's groups. `shown`: the optimizer's state.
-        `layouts`: of a group, by its number."""
+        """`groups` has the parameters in `batch`, those of each of the optimizer's groups. `shown` is the optimizer's
+        state. `layouts` gives those of a group, by its number."""
         self.batch = batch
         batch.recurs = True
         self._sizes = list(map(len, groups))
@@ -211,7 +209,8 @@ class RecurringUpdates:
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
     ) -> RecurringUpdates | None:
-        """As the constructor; None where `groups` have other parameters too, or something else can't be known again."""
+        """Make recurring updates; None where `groups` have other parameters too, or something else can't be known
+        again."""
         kinds = [type(parameter) for parameter in chain.from_iterable(groups)]
         if kinds != [StoredTensor] * len(batch.parameters) or not batch.streams_gradients:
             return None
@@ -226,7 +225,7 @@ class RecurringUpdates:
         shown: Mapping[torch.Tensor, State],
         layouts: Callable[[int], GroupLayouts],
     ) -> bool:
-        """Whether it does, for the gradients that the parameters have now; takes them, then."""
+        """Whether the batch comes again for the gradients that the parameters have now; takes them, then."""
         parameters = list(chain.from_iterable(groups))
         if list(map(len, groups)) != self._sizes:
             return False
@@ -245,5 +244,5 @@ class RecurringUpdates:
         return True
 
     def _layouts_by(self, layouts: Callable[[int], GroupLayouts]) -> list[StateLayout | None]:
-        """The present layouts of the groups, in each dtype of an update."""
+        """Return the present layouts of the groups, in each dtype of an update."""
         return [layouts(number).of_pieces(dtype) for number, dtype in self._dtypes]
