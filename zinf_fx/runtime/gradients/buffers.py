@@ -42,9 +42,9 @@ class GradientRun(NamedTuple):
     """Consecutive places of a buffer.
 
     Attributes:
-        bytes: all of them, with what lies between them.
+        bytes: the bytes of all places, with what lies between them.
         cut: makes the gradients of memory with all of them.
-        nbytes: without what lies between them.
+        nbytes: how many bytes they have, without what lies between them.
     """
 
     bytes: StoredBytes
@@ -88,13 +88,14 @@ class GradientBuffer:
             parameter.stored.gradient.buffers[self._keys] = self
 
     def members_of(self, keys: tuple[int, ...]) -> range | None:
-        """Which places are for the gradients of the parameters with these keys; None: they aren't consecutive."""
+        """Return which places are for the gradients of the parameters with these keys; None if they aren't
+        consecutive."""
         first = self._keys.index(keys[0]) if keys[0] in self._keys else 0
         members = range(first, first + len(keys))
         return members if self._keys[first : members.stop] == keys else None
 
     def acquire(self, members: range) -> list[StoredTensor] | None:
-        """New gradients in these places, without values yet; None where that can't be now."""
+        """Return new gradients in these places, without values yet; None where that can't be now."""
         storages = self._storages[members.start : members.stop]
         for storage in storages:
             if storage.buffer_place is not None and storage.buffer_place() is not None:
@@ -113,7 +114,7 @@ class GradientBuffer:
         return gradients
 
     def run(self, members: range) -> GradientRun:
-        """These places as one."""
+        """Return these places as one."""
         if members not in self._runs:
             storages = self._storages[members.start : members.stop]
             held = [storage.bytes for storage in storages]
@@ -129,7 +130,7 @@ class GradientBuffer:
 
 
 def run_of(gradients: Sequence[StoredTensor]) -> GradientRun | None:
-    """Where gradients live, if these are consecutive places of one buffer."""
+    """Return where gradients live, if these are consecutive places of one buffer."""
     first = gradients[0].buffer_place
     if not isinstance(first, BufferPlace):
         return None
@@ -153,8 +154,8 @@ def reserve_gradients(parameters: Sequence[StoredTensor]) -> None:
 
 
 def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> list[StoredTensor]:
-    """Gradients without values yet, on the tier of gradients, for parameters in the order in which these were made: all
-    in one buffer, unless some places on NVMe are taken."""
+    """Return gradients without values yet, on the tier of gradients, for parameters in the order in which these were
+    made: all in one buffer, unless some places on NVMe are taken."""
     keys = tuple([parameter.stored.key for parameter in parameters])
     for buffer in parameters[0].stored.gradient.buffers.values():
         members = buffer.members_of(keys) if buffer.dtype == dtype else None
@@ -171,7 +172,7 @@ def stored_gradients(parameters: Sequence[StoredTensor], dtype: torch.dtype) -> 
 
 
 def plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """An ordinary gradient without values yet, in the memory of its tier: see [Note: plain gradients].
+    """Return an ordinary gradient without values yet, in the memory of its tier: see [Note: plain gradients].
 
     Raises: StoreError when the host arena has no room.
     """
@@ -183,8 +184,8 @@ def plain_gradient(parameter: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def plain_gradients(tiers: Tiers, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-    """As `plain_gradient`, in host memory, of these shapes and dtypes: in one buffer, which goes back when nobody has
-    any of them."""
+    """Return ordinary gradients of these shapes and dtypes in host memory, as `plain_gradient`: in one buffer, which
+    goes back when nobody has any of them."""
     sizes = [round_up(shape.numel() * dtype.itemsize, _ALIGNMENT) for shape, dtype in kinds]
     starts = [0, *accumulate(sizes)]
     buffer = tiers.allocate(starts.pop())

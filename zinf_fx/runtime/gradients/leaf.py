@@ -30,7 +30,7 @@ class Due(Enum):
 
 
 def due_to(leaf: Leaf) -> Due:
-    """What becomes of the gradient of a leaf."""
+    """Return what becomes of the gradient of a leaf."""
     parameter, node = leaf
     if not parameter.requires_grad:
         return Due.NOTHING
@@ -41,7 +41,8 @@ def due_to(leaf: Leaf) -> Due:
 
 
 def compiled_nodes(values: Iterable[object]) -> set[torch.autograd.graph.Node]:
-    """The nodes of compiled graphs that wrote these tensors, or what they are views of: a result, or an input."""
+    """Return the nodes of compiled graphs that wrote these tensors, or what they are views of: a result, or an
+    input."""
     nodes: set[torch.autograd.graph.Node] = set()
     for value in values:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None:
@@ -75,7 +76,7 @@ def _refuse_recording(gradients: tuple[torch.Tensor, ...]) -> None:
 
 
 def leaves_of_node() -> dict[int, Leaf]:
-    """The stored parameters that the gradients of the node that runs go to, by the ids of their tokens.
+    """Return the stored parameters that the gradients of the node that runs go to, by the ids of their tokens.
 
     Raises: StoredTensorError when autograd runs no node.
     """
@@ -92,6 +93,6 @@ def leaves_of_node() -> dict[int, Leaf]:
 
 
 def accumulated_leaf() -> torch.Tensor | None:
-    """The leaf to whose gradient autograd adds now; None when it does something else."""
+    """Return the leaf to whose gradient autograd adds now; None when it does something else."""
     node = torch._C._current_autograd_node()
     return node.variable if isinstance(node, AccumulateGrad) else None  # pyright: ignore[reportAttributeAccessIssue]

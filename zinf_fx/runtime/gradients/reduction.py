@@ -35,7 +35,7 @@ def no_sync() -> Iterator[None]:
 
 
 def synchronises(share: LocalShard) -> bool:
-    """Whether a backward pass reduces the gradient of the parameter that this is the share of now."""
+    """Whether a backward pass reduces the gradient of the parameter with this local shard now."""
     wrapper = None if share.wrapper is None else share.wrapper()
     return not _blocks and (wrapper is None or wrapper.require_backward_grad_sync)
 
@@ -54,7 +54,7 @@ class Reduction:
         self, storages: Sequence[TensorStorage], gradients: Sequence[torch.Tensor], name: str, start: int = 0
     ) -> None:
         """Start to reduce `gradients`, of one dtype, which are not changed: those of the elements from `start` on of
-        the parameters with these `storages`. `name`: the tile's, for errors."""
+        the parameters with these `storages`. `name` is the tile's, for errors."""
         config = storages[0].config
         self._ranks, self._what = storages[0].share.ranks, f"the gradient of {name}"
         self._purpose = RECORDER.purpose()
@@ -105,8 +105,8 @@ class Reduction:
         return source, result
 
     def _start_together(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_start_alone`, of gradients of at most one segment each, in one collective: see [Note: packs over
-        ranks]."""
+        """Reduce gradients of at most one segment each in one collective: see [Note: packs over ranks]. Returns the
+        same as `_start_alone`."""
         *starts, end = accumulate(self._counts, initial=0)
         rows = gradients[0].new_zeros((self._ranks.shards, end), dtype=self._summed_in)
         copies = [
@@ -123,7 +123,7 @@ class Reduction:
         return source, result
 
     def _divide(self, elements: torch.Tensor) -> None:
-        """Before the sum, as DistributedDataParallel does: that of many could overflow fp16."""
+        """Divide before the sum, as DistributedDataParallel does: that of many could overflow fp16."""
         if self._divides:
             elements.mul_(1 / self._ranks.size)
 
@@ -136,14 +136,14 @@ class Reduction:
 
     @property
     def gradients(self) -> list[ReducedGradient]:
-        """Each of the gradients by itself."""
+        """The gradients, each by itself."""
         ends = accumulate(self._counts)
         parts = [range(end - count, end) for end, count in zip(ends, self._counts, strict=True)]
         both = zip(parts, self._shapes, self._segments, strict=True)
         return [ReducedGradient(self, part, shape, segments) for part, shape, segments in both]
 
     def advance(self) -> None:
-        """When the ranks of the group have summed, start to sum over the groups."""
+        """Start to sum over the groups when the ranks of the group have summed."""
         with RECORDER.within(self._purpose):
             self._await(self._in_group)
             self._in_group, self._source = [], None
@@ -151,7 +151,7 @@ class Reduction:
                 self._over_groups = self._ranks.all_reduce(self._result, self._what)
 
     def result(self) -> torch.Tensor:
-        """What this rank gets, flat, in the gradients' dtype, once it is there."""
+        """Return what this rank gets, flat, in the gradients' dtype, once it is there."""
         if not self._is_there:
             self.advance()
             if self._over_groups is not None:
@@ -172,18 +172,19 @@ class ReducedGradient:
     """The gradient of one parameter, or of a part of it, in a `Reduction`.
 
     Attributes:
-        reduction: the one that it is in.
-        segments: those that it is of, where it is divided over ranks (see [Note: segments]).
+        reduction: the reduction that it is in.
+        segments: the segments that it is of, where it is divided over ranks (see [Note: segments]).
         whole: whether this rank gets all of it.
     """
 
     def __init__(self, reduction: Reduction, elements: range, shape: torch.Size, segments: Sequence[Segment]) -> None:
-        """`elements`: which of those that this rank gets are the parameter's; `shape`: of all of the gradient."""
+        """`elements` are those of the parameter among all that this rank gets. `shape` is that of all of the
+        gradient."""
         self.reduction, self.segments, self.whole = reduction, segments, reduction.whole
         self._elements, self._shape = elements, shape
 
     def wait(self) -> torch.Tensor:
-        """What was reduced, in the gradient's dtype: flat, with padding, this rank's parts of the segments; or all of
-        it, in its shape."""
+        """Return what was reduced, in the gradient's dtype: flat, with padding, this rank's parts of the segments; or
+        all of it, in its shape."""
         result = self.reduction.result()[self._elements.start : self._elements.stop]
         return result.view(self._shape) if self.whole else result

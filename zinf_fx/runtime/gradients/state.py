@@ -23,7 +23,8 @@ _CONSUMED = (
 
 
 def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None) -> GradientState:
-    """The state of a gradient. `storage`: of its parameter, without which no gradient is known to be PLAIN."""
+    """Return the state of a gradient. `storage` is that of its parameter, without which no gradient is known to be
+    PLAIN."""
     if gradient is None:
         return GradientState.NONE
     if isinstance(gradient, StoredTensor):
@@ -38,8 +39,8 @@ def state_of(gradient: torch.Tensor | None, storage: TensorStorage | None = None
 
 
 def stored_gradient(parameter: StoredTensor) -> StoredTensor | None:
-    """The parameter's `grad`, if it is a stored tensor, and no view of one: bytes that gradients can be added to where
-    they live."""
+    """Return the parameter's `grad`, if it is a stored tensor, and no view of one: bytes that gradients can be added to
+    where they live."""
     gradient = parameter.grad
     return gradient if isinstance(gradient, StoredTensor) and not gradient.views else None
 
@@ -53,8 +54,8 @@ def is_reduced_now(parameter: StoredTensor) -> bool:
 
 
 def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """This rank's own gradient, without values yet: whole, whatever ZeRO's stage is. It is LOCAL if there are other
-    ranks."""
+    """Return a gradient of this rank's own, without values yet: whole, whatever ZeRO's stage is. It is LOCAL if there
+    are other ranks."""
     storage = parameter.stored
     (stored,) = new_storages([storage], storage.placement.gradients, dtype)
     if storage.share.ranks.size > 1:
@@ -63,7 +64,7 @@ def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
 
 
 def consume_gradient(parameter: StoredTensor, dtype: torch.dtype) -> None:
-    """After an optimizer that steps in backward has used the parameter's gradient, of this dtype: it is CONSUMED."""
+    """Make the parameter's gradient, of this dtype, CONSUMED, after an optimizer that steps in backward has used it."""
     storage = parameter.stored
     why = _CONSUMED.format(tuple(parameter.shape))
     nothing = Allocation.unreserved(storage.placement.gradients, [storage.numel], dtype, why=why)
@@ -73,7 +74,7 @@ def consume_gradient(parameter: StoredTensor, dtype: torch.dtype) -> None:
 
 
 def take_local(parameter: StoredTensor) -> StoredTensor | None:
-    """The LOCAL gradient, if a backward pass is to reduce it now; the state is NONE then."""
+    """Take the LOCAL gradient, if a backward pass is to reduce it now; the state is NONE then."""
     gradient = parameter.grad
     if not isinstance(gradient, StoredTensor) or state_of(gradient) is not GradientState.LOCAL:
         return None
@@ -91,7 +92,7 @@ def restore_local(parameter: StoredTensor, local: StoredTensor | None) -> None:
 
 @contextmanager
 def local_taken(parameter: StoredTensor) -> Iterator[StoredTensor | None]:
-    """A block that reduces what `take_local` gives it. After an error, that is the parameter's `grad` again."""
+    """Open a block that reduces what `take_local` gives it. After an error, that is the parameter's `grad` again."""
     local = take_local(parameter)
     try:
         yield local

@@ -51,7 +51,7 @@ class Follower(Protocol):
 
     @property
     def elements(self) -> range:
-        """Which it has of the allocation."""
+        """The elements of the allocation that it has."""
         ...
 
     @property
@@ -60,8 +60,8 @@ class Follower(Protocol):
         ...
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
-        """Have the elements from `start` of the allocation on that are about to be written. Returns what still reads
-        them, if anything."""
+        """Take over the elements from `start` of the allocation on that are about to be written. Returns what still
+        reads them, if anything."""
 
 
 class Change(NamedTuple):
@@ -84,9 +84,10 @@ class Allocation:
     live side by side, and move in one transfer, is seen from their numbers: they are a run of members of one group.
 
     Attributes:
-        tier, device, dtype: those of all members; `device` is what computes with them.
+        tier, dtype: the tier and the dtype of all members.
+        device: the device that computes with them.
         counts, starts: how many elements each member has, and where it begins.
-        count: of all elements, with what lies between members.
+        count: how many elements there are, with what lies between members.
         in_store: the bytes on disk; None on other tiers.
         reads: the transfers under way from here.
         version: how often anything here was written.
@@ -103,8 +104,8 @@ class Allocation:
         in_file: FileExtent | None = None,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Reserve it for members of so many elements each. `in_file`: where the elements are already, to be read only.
-        `on_device`: where they are already, in memory that is to be this allocation's.
+        """Reserve it for members of so many elements each. `in_file` says where the elements are already, to be read
+        only; `on_device` is the memory where they are already, which is to be this allocation's.
 
         Raises: StoreError when there is not enough, before anything else is changed.
         """
@@ -152,7 +153,7 @@ class Allocation:
     def unreserved(
         cls, tier: Tier, counts: Sequence[int], dtype: torch.dtype, device: Device = CPU, *, why: str = _FOR_PLANNING
     ) -> Allocation:
-        """An allocation that reserves nothing, for planning. An access to its elements raises `why`."""
+        """Make an allocation that reserves nothing, for planning. An access to its elements raises `why`."""
         allocation = cls.__new__(cls)
         allocation._describe(tier, counts, dtype, device)
         allocation._why = why
@@ -176,7 +177,7 @@ class Allocation:
         return self._is_sealed or isinstance(self.in_store, FileExtent)
 
     def seal(self) -> None:
-        """From now on, nothing is written here. Every write has arrived."""
+        """Let nothing be written here from now on. Every write has arrived."""
         self._is_sealed = True
 
     def release_with(self, owner: object) -> None:
@@ -189,25 +190,25 @@ class Allocation:
         self._host_buffer.give_back()
 
     def acquire_again(self) -> bool:
-        """After `release_with`, have the same memory again, with undefined elements. Returns whether it was free."""
+        """Have the same memory again after `release_with`, with undefined elements. Returns whether it was free."""
         return self._host_buffer.take_again(self.tiers.host)
 
     def elements_of(self, members: range) -> range:
-        """The elements of a run of members, with what lies between them."""
+        """Return the elements of a run of members, with what lies between them."""
         first, last = members[0], members[-1]
         return range(self.starts[first], self.starts[last] + self.counts[last])
 
     def in_host(self, elements: range) -> torch.Tensor | None:
-        """Some elements where the CPU can work on them, if they live there: see `_part`."""
+        """Return some elements where the CPU can work on them, if they live there: see `_part`."""
         return self._part(self._in_host, elements)
 
     def on_device(self, elements: range) -> torch.Tensor | None:
-        """Some elements where the device can work on them, if they live there: see `_part`."""
+        """Return some elements where the device can work on them, if they live there: see `_part`."""
         return self._part(self._on_device, elements)
 
     def _part(self, memory: torch.Tensor | None, elements: range) -> torch.Tensor | None:
-        """Part of `memory`, as a tensor with a version counter of its own: autograd must not take a write to one stored
-        tensor for a write to its neighbour."""
+        """Return part of `memory` as a tensor with a version counter of its own: autograd must not take a write to one
+        stored tensor for a write to its neighbour."""
         if memory is None or len(elements) == self.count:
             return memory
         with torch.inference_mode(False):
@@ -216,17 +217,17 @@ class Allocation:
             return part.set_(memory.untyped_storage(), first, (len(elements),), (1,))
 
     def follow(self, window: Follower) -> None:
-        """A window for reading stays in memory: from now on, every write to the store changes it too."""
+        """Have every write to the store change a window for reading, too, which stays in memory."""
         with self._order:
             self._followers.add(window)
 
     def unfollow(self, window: Follower) -> None:
-        """A window is no longer for reading alone."""
+        """Forget a window that is no longer for reading alone."""
         with self._order:
             self._followers.discard(window)
 
     def present_followers(self) -> list[Follower]:
-        """The windows that follow, and have had every write so far."""
+        """Return the windows that follow, and have had every write so far."""
         with self._order:
             return [window for window in self._followers if not window.is_over and window.version == self.version]
 
@@ -298,7 +299,7 @@ class Allocation:
         self.tiers.write(ticket, buffer, self)
 
     def before_change(self, elements: range) -> list[Ticket]:
-        """What has to end before the elements are changed where they live."""
+        """Return what has to end before the elements are changed where they live."""
         return [transfer[1] for transfer in (*self._writes, *self.reads) if overlap(transfer[0], elements)]
 
     def is_being_written(self, elements: range) -> bool:
@@ -306,7 +307,8 @@ class Allocation:
         return any(overlap(change.elements, elements) and not change.ticket.done() for change in list(self._writes))
 
     def changed_by(self, elements: range, writer: Ticket) -> None:
-        """Something changes the elements where they live, behind all that `before_change` gave, until it is done."""
+        """Note that something changes the elements where they live, behind all that `before_change` gave, until it is
+        done."""
         self._writes[:] = [change for change in self._writes if not _contains(elements, change.elements)]
         self._writes.append(Change(elements, writer))
 
@@ -316,7 +318,7 @@ class Allocation:
         _await(ticket for read, ticket in list(self.reads) if overlap(read, elements))
 
     def settle(self, elements: range) -> None:
-        """The store promises no order: what touches `elements` follows the writes to them that are under way.
+        """Wait for the writes under way to `elements`: what touches these follows, and the store promises no order.
 
         Raises: StoreError when one failed: its elements are lost.
         """
@@ -363,7 +365,7 @@ def _contains(elements: range, other: range) -> bool:
 
 
 def _await(tickets: Iterable[Ticket]) -> None:
-    """Until they are over; `Tiers` reports failed writes."""
+    """Wait until they are over; `Tiers` reports failed writes."""
     for ticket in tickets:
         with contextlib.suppress(StoreError):
             ticket.wait()

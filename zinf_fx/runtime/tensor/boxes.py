@@ -21,7 +21,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of this shape."""
+        """Return the box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -31,28 +31,28 @@ class Box(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one to the next along each dimension, in row-major order."""
+        """How many elements lie from one to the next along each dimension, in row-major order."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     def within(self, other: Box) -> Box | None:
-        """What both have in common; None: nothing."""
+        """Return what both have in common; None if that is nothing."""
         low = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
         shape = tuple(min(a + n, b + m) - start for start, (a, n, b, m) in zip(low, ends, strict=True))
         return Box(low, shape) if all(size > 0 for size in shape) else None
 
     def position(self, offsets: Sequence[int]) -> int:
-        """The number, among the elements of this box, of the one at `offsets` of the tensor."""
+        """Return the number, among the elements of this box, of the one at `offsets` of the tensor."""
         steps = zip(offsets, self.offsets, self.strides, strict=True)
         return sum((place - start) * stride for place, start, stride in steps)
 
     def hull(self, part: Box) -> range:
-        """The elements of this box from the first to the last that lies in `part`, which is inside of it."""
+        """Return the elements of this box from the first to the last that lies in `part`, which is inside of it."""
         last = tuple(start + size - 1 for start, size in zip(part.offsets, part.shape, strict=True))
         return range(self.position(part.offsets), self.position(last) + 1)
 
     def boxes_of(self, elements: range) -> Iterator[Box]:
-        """Consecutive elements of this box, as boxes of the tensor, in order: whole rows as one."""
+        """Yield consecutive elements of this box, as boxes of the tensor, in order: whole rows as one."""
         if not elements:
             return
         if len(self.shape) < 2:
@@ -72,8 +72,8 @@ class Box(NamedTuple):
 
 
 def _rows(elements: range, row: int) -> tuple[range, range, range]:
-    """Consecutive elements, in rows of so many: those of a first row that is not whole, in that row; the numbers of the
-    whole rows; and those of a last row that is not whole, in that row."""
+    """Divide consecutive elements into rows of so many: return those of a first row that is not whole, in that row; the
+    numbers of the whole rows; and those of a last row that is not whole, in that row."""
     first, last = -(-elements.start // row), elements.stop // row
     if first > last:  # all in one row
         start = elements.start % row
@@ -83,7 +83,7 @@ def _rows(elements: range, row: int) -> tuple[range, range, range]:
 
 
 def view_of(memory: torch.Tensor, box: Box, first: int, part: Box) -> torch.Tensor:
-    """The elements of `part` in `memory`, which has those of `box` from number `first` on, flat."""
+    """Return the elements of `part` in `memory`, which has those of `box` from number `first` on, flat."""
     start = memory.storage_offset() + box.position(part.offsets) - first
     return memory.as_strided(part.shape, box.strides, start)
 

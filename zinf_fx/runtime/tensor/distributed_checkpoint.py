@@ -62,7 +62,7 @@ class Checkpointable(Operand):
         return method
 
     def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
-        """One for each box that this rank is to save."""
+        """Return an item for each box that this rank is to save."""
         share = self.stored.share
         if self.stored.gradient_state is GradientState.LOCAL:
             raise StoredTensorError(
@@ -75,14 +75,14 @@ class Checkpointable(Operand):
         return write_items(name, self, self._boxes.values())
 
     def _chunk_list(self) -> list[ChunkStorageMetadata]:
-        """One for each box that this rank is to load."""
+        """Return the metadata of each box that this rank is to load."""
         share = self.stored.share
         held = share.own if share.partitioned else (range(self.numel()),)
         self._note([box for part in held for box in self._all_of_it.boxes_of(part)])
         return chunk_list(self._boxes.values())
 
     def _box_at(self, index: MetadataIndex) -> torch.Tensor:
-        """The box, of those that were listed last, that begins there."""
+        """Return the box, of those that were listed last, that begins there."""
         return StoredBox(self.stored, self._all_of_it, self._boxes[tuple(index.offset or ())])
 
     def _note(self, boxes: list[Box]) -> None:
@@ -94,14 +94,14 @@ class Checkpointable(Operand):
 
 
 def chunk_list(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
-    """Boxes of a tensor, as the library lists them."""
+    """Return the boxes of a tensor, as the library lists them."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
 
 
 def write_items(name: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
-    """The same, of boxes that are to be saved. `name`: of the tensor."""
+    """Return the boxes of the tensor of this name that are to be saved, as the library lists them."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -114,7 +114,7 @@ def write_items(name: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[W
 
 
 def own_memory(nbytes: int) -> torch.Tensor:
-    """Bytes that are in no arena, and go back to the system where they are many."""
+    """Allocate bytes that are in no arena, and go back to the system where they are many."""
     return mapped_empty(nbytes)[:nbytes] if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
@@ -135,7 +135,7 @@ class UnreadBox(torch.Tensor):
 
     @abstractmethod
     def value(self) -> torch.Tensor:
-        """The elements, in memory of their own."""
+        """Return the elements, in memory of their own."""
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles as an ordinary tensor."""
@@ -158,7 +158,7 @@ class UnreadBox(torch.Tensor):
 
     @abstractmethod
     def _of(self, box: Box) -> UnreadBox:
-        """Another box of the same tensor."""
+        """Return another box of the same tensor."""
 
 
 class StoredBox(UnreadBox):
@@ -168,7 +168,7 @@ class StoredBox(UnreadBox):
     _whole: Box
 
     def __new__(cls, storage: TensorStorage, whole: Box, box: Box) -> Self:
-        """`whole`: the box of all elements of the storage."""
+        """`whole` is the box of all elements of the storage."""
         tensor = UnreadBox.__new__(cls, storage.dtype, box)
         tensor._stored, tensor._whole = storage, whole
         return tensor
@@ -176,7 +176,8 @@ class StoredBox(UnreadBox):
     @held_back
     @torch.no_grad()
     def value(self) -> torch.Tensor:
-        """The elements, in memory of their own: whoever saves in the background has no part in the host arena."""
+        """Return the elements, in memory of their own: whoever saves in the background has no part in the host
+        arena."""
         value = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
         for part in self._parts():
             elements = self._whole.hull(part)
@@ -214,14 +215,14 @@ class StoredBox(UnreadBox):
         return StoredBox(self._stored, self._whole, box)
 
     def _parts(self) -> Iterator[Box]:
-        """The box, in parts whose elements lie so close together that those from the first to the last of each are read
-        or written at a time."""
+        """Divide the box into parts whose elements lie so close together that those from the first to the last of each
+        are read or written at a time."""
         if self._box.numel:
             yield from _parts_of(self._box, self._whole, _nbytes(self._stored) // self.dtype.itemsize)
 
     @contextmanager
     def _to_be_set(self, part: Box) -> Iterator[torch.Tensor]:
-        """The elements of a part, which go to the store at the end of the block."""
+        """Yield the elements of a part, which go to the store at the end of the block."""
         storage, elements = self._stored, self._whole.hull(part)
         held = storage.settled()
         storage.tiers.limit_writes(PIECE)
@@ -235,14 +236,14 @@ class StoredBox(UnreadBox):
             window.close()
 
     def _in(self, memory: torch.Tensor, part: Box) -> torch.Tensor:
-        """A part of the box in memory that has all of it."""
+        """Return a part of the box in memory that has all of it."""
         for dim, (offset, size) in enumerate(zip(part.offsets, part.shape, strict=True)):
             memory = memory.narrow(dim, offset - self._box.offsets[dim], size)
         return memory
 
 
 def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
-    """A copy on NVMe of what this rank is to save of a stored tensor; nothing is gathered. Raises: StoreError."""
+    """Copy what this rank is to save of a stored tensor to NVMe; nothing is gathered. Raises: StoreError."""
     copied, whole = new_storages([storage], "nvme", partitioned=True)[0], Box.whole(shape)
     for box in (box for own in storage.share.own for box in whole.boxes_of(own)):
         for part in _parts_of(box, whole, _nbytes(storage) // storage.dtype.itemsize):
@@ -251,14 +252,15 @@ def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
 
 
 def _nbytes(storage: TensorStorage) -> int:
-    """How much of a tensor is in memory at a time: no more than of the optimizer's chunks."""
+    """Return how many bytes of a tensor are in memory at a time: no more than of the optimizer's chunks."""
     planned = storage.tiers.chunk_elements
     nbytes = min(PIECE, storage.config.chunk)
     return nbytes if planned is None else min(nbytes, planned * storage.dtype.itemsize)
 
 
 def _parts_of(box: Box, whole: Box, limit: int) -> Iterator[Box]:
-    """Parts of a box, each of which lies within `limit` consecutive elements of the whole if it has more than one."""
+    """Divide a box into parts, each of which lies within `limit` consecutive elements of the whole if it has more than
+    one."""
     dim = next((dim for dim, size in enumerate(box.shape) if size > 1), None)
     length = len(whole.hull(box))
     if dim is None or length <= limit:

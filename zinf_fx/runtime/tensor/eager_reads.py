@@ -34,7 +34,7 @@ _TOLD: weakref.WeakSet[Tiers] = weakref.WeakSet()
 
 
 def note_eager_read(operation: Any, storage: TensorStorage) -> None:
-    """An operation of eager code is about to gather a stored tensor."""
+    """Note that an operation of eager code is about to gather a stored tensor."""
     if operation not in _OF_LAYERS or storage.in_place or not storage.bytes.allocation.is_reserved:
         return
     if storage.tiers in _TOLD:

@@ -43,7 +43,7 @@ def gathered(
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, tuple] | None:
-    """Of a tensor that is stored, or whose local tensor is: which storage, and which view of it."""
+    """Return which storage a tensor, or its local tensor, is of, and which view of it; None where it isn't stored."""
     local = local_part(tensor)
     return (local.stored.key, local.views) if isinstance(local, StoredTensor) else None
 
@@ -56,7 +56,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placed_as(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, which every rank has, divided as `tensor` is if that is a DTensor."""
+    """Return `value`, which every rank has, divided as `tensor` is if that is a DTensor."""
     if not isinstance(tensor, DTensor):
         return value
     return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -36,19 +36,20 @@ T = TypeVar("T")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, itself and not a view; any other tensor itself."""
+    """Return this rank's part of a DTensor, itself and not a view; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def stored_in(parameter: torch.Tensor) -> list[StoredTensor]:
-    """What stands for a parameter that was offloaded; of one that is made of several tensors, those that are stored."""
+    """Return what stands for a parameter that was offloaded; of one that is made of several tensors, those that are
+    stored."""
     if (stored := stored_parameter(parameter)) is not None:
         return [stored]
     return [stored for part in made_of(parameter).values() for stored in stored_in(part)]
 
 
 def made_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By name, the tensors that one is made of whose class is a quantising library's, or another's that says it
+    """Return, by name, the tensors that one is made of whose class is a quantising library's, or another's that says it
     (`__tensor_flatten__`); of one that is stored, and of a DTensor, none."""
     if isinstance(tensor, (StoredTensor, DTensor)) or not is_traceable_wrapper_subclass(tensor):
         return {}
@@ -56,7 +57,7 @@ def made_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def stored_parameter(parameter: object) -> StoredTensor | None:
-    """What stands for a parameter that was offloaded: itself, or of a DTensor its `LocalParameter`; else None.
+    """Return what stands for a parameter that was offloaded: itself, or of a DTensor its `LocalParameter`; else None.
 
     A copy of a DTensor parameter gets its own here: deepcopy copies the local tensor without knowing what of. Another
     DTensor with a stored local tensor, such as a view of a parameter, is none.
@@ -81,13 +82,13 @@ def stored_parameter(parameter: object) -> StoredTensor | None:
 
 
 def local_input(value: T) -> T | StoredTensor:
-    """What a graph takes in place of `value`, which its caller gives: see [Note: DTensor parameters]."""
+    """Return what a graph takes in place of `value`, which its caller gives: see [Note: DTensor parameters]."""
     parameter = stored_parameter(value)
     return value if parameter is None else parameter
 
 
 def distributed_as(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor placed as `whole`, whose local tensor is `local`."""
+    """Return a DTensor placed as `whole`, whose local tensor is `local`."""
     spec = whole._spec
     assert spec.tensor_meta is not None
     spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -95,7 +96,8 @@ def distributed_as(whole: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def placed_as(whole: DTensor, other: DTensor) -> torch.Tensor:
-    """The local part of the DTensor `other` in the placements of `whole`: sums are reduced. All ranks call this."""
+    """Return the local part of the DTensor `other` in the placements of `whole`: sums are reduced. All ranks call
+    this."""
     if other.placements != whole.placements:
         other = other.redistribute(whole.device_mesh, whole.placements)
     local = local_part(other)
@@ -114,7 +116,7 @@ class LocalParameter(StoredTensor):
 
     @classmethod
     def of_whole(cls, whole: DTensor, local: StoredTensor) -> LocalParameter:
-        """For the DTensor `whole`, whose local tensor is `local` from now on."""
+        """Make the local parameter of the DTensor `whole`, whose local tensor is `local` from now on."""
         parameter = cls(local.token, local.base, storage=local.stored, requires_grad=whole.requires_grad)
         parameter._whole = weakref.ref(whole)
         local.parameter = as_parameter(parameter)
@@ -127,7 +129,7 @@ class LocalParameter(StoredTensor):
         return LocalParameter(inner["token"], base._replace(shape=outer_size))
 
     def found(self) -> DTensor | None:
-        """The DTensor, if there still is one: what was detached from its local tensor keeps this, too."""
+        """Return the DTensor, if there still is one: what was detached from its local tensor keeps this, too."""
         return self._whole() if isinstance(self._whole, weakref.ref) else self._whole
 
     @property
@@ -191,7 +193,8 @@ class LocalParameter(StoredTensor):
 
 
 def _store_gradient(whole: torch.Tensor) -> None:
-    """Hook: a gradient that eager autograd left moves to the tier of gradients, in the parameter's placements."""
+    """Move a gradient that eager autograd left to the tier of gradients, in the parameter's placements. This is a
+    hook."""
     assert isinstance(whole, DTensor)
     parameter = stored_parameter(whole)
     if parameter is None or whole.grad is None:

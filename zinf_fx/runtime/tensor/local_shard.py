@@ -23,18 +23,18 @@ class LocalShard:
     until the other shards are gathered, before the next look at the whole.
 
     Attributes:
-        ranks: over which the tensor is divided into `shards`.
+        ranks: the ranks over which the tensor is divided into `shards`.
         partitioned: whether this rank holds its shard alone.
         held: how many elements this rank holds, padding of its shard included.
         stale: whether other ranks have newer elements, which nobody has begun to gather.
         refreshing: what gathers them, until it was waited for.
         agreed: whether every rank that has all elements has the same.
         part_of: the process groups over whose ranks the tensor is divided that this is a part of (tensor parallelism).
-        wrapper: of a model with this parameter, whose `no_sync` holds for it too.
+        wrapper: the wrapper of a model with this parameter, whose `no_sync` holds for it too.
     """
 
     def __init__(self, shards: Shards, ranks: Ranks = ALONE, partitioned: bool = False) -> None:
-        """This rank's part in the elements of a tensor that `shards` divides over the ranks of a group."""
+        """`shards` divides the elements of the tensor over the ranks of a group."""
         self.ranks, self.shards = ranks, shards
         self.partitioned = partitioned and ranks.shards > 1
         self.held = shards.held_by(ranks.shard) if self.partitioned else shards.numel
@@ -50,12 +50,12 @@ class LocalShard:
         return self.shards.of_rank(self.ranks.shard)
 
     def position(self, element: int) -> int:
-        """Where an element of the tensor is among those held."""
+        """Return where an element of the tensor is among those held."""
         return self.shards.position(self.ranks.shard, element) if self.partitioned else element
 
     def held_of(self, start: int, count: int) -> range:
-        """Where so many elements of the tensor from `start` on are among those held, with padding: whole segments of a
-        partitioned one."""
+        """Return where so many elements of the tensor from `start` on are among those held, with padding: whole
+        segments of a partitioned one."""
         if not self.partitioned:
             return range(start, start + count)
         segments = self.shards.within(start, count)
@@ -74,7 +74,7 @@ class LocalShard:
         return self.own if self.in_shares else (range(self.shards.numel),)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a value of the whole tensor, what this rank holds: flat, and padded."""
+        """Return what this rank holds of a value of the whole tensor: flat, and padded."""
         if not self.partitioned:
             return value
         flat, rank = value.reshape(-1), self.ranks.shard
@@ -85,7 +85,7 @@ class LocalShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather(self, full: torch.Tensor, held: torch.Tensor, name: str) -> None:
-        """Fill `full`, with room for padding, with what every rank holds; this one `held`. `name`: for errors."""
+        """Fill `full`, with room for padding, with what every rank holds; this one has `held`. `name` is for errors."""
         collectives = []
         for segment in self.shards.segments:
             part = segment.held_by(self.ranks.shard)
@@ -113,7 +113,7 @@ class Refresh:
     """
 
     def __init__(self, tensors: Sequence[tuple[LocalShard, torch.Tensor]], name: str) -> None:
-        """Start to gather the elements of each tensor, by its local shard. `name`: for errors."""
+        """Start to gather the elements of each tensor, by its local shard. `name` is for errors."""
         self._collectives: list[Collective] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of what is gathered somewhere else
         if len(tensors) > 1:
@@ -148,7 +148,7 @@ class Refresh:
 
 
 def by_ranks(elements: torch.Tensor, shards: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a tensor's elements, flat, and the same parts of its shards `[ranks, shard]`, without padding."""
+    """Return parts of a tensor's elements, flat, and the same parts of its shards `[ranks, shard]`, without padding."""
     full, rest = divmod(elements.numel(), shards.shape[1])
     whole = full * shards.shape[1]
     parts = [(elements[:whole].view(full, -1), shards[:full])] if full else []

@@ -44,7 +44,8 @@ class Operand(torch.Tensor):
 
     @abstractmethod
     def gathered(self) -> torch.Tensor:
-        """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
+        """Return the value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes
+        themselves."""
 
 
 Handler = Callable[[torch._ops.OpOverload, tuple, dict], Any]
@@ -125,7 +126,7 @@ _TAKE_OVER = (aten.copy_.default, aten.set_.source_Tensor, *_ASSIGN_DATA)
 
 
 def mutated_arguments(func: Any, args: tuple, kwargs: dict) -> list[Operand]:
-    """The stored tensors that `func` writes to."""
+    """Return the stored tensors that `func` writes to."""
     if not func._schema.is_mutable:
         return []
     written = []
@@ -258,7 +259,7 @@ def _refusal(func: Any, tensor: torch.Tensor, what: str) -> StoredTensorError:
 
 
 def foreach(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A horizontally fused operation, one element at a time: the values are never in memory together."""
+    """Run a horizontally fused operation, one element at a time: the values are never in memory together."""
     length = len(args[0])
 
     def element(value: Any, index: int) -> Any:

@@ -42,13 +42,14 @@ class GradientConsumer(Protocol):
     """What takes a parameter's gradient as soon as it is whole: an optimizer that steps in backward."""
 
     def take_gradients(self, parameters: Sequence[Any]) -> None:  # stored tensors, which are known above
-        """The parameters' `grad` is whole, and what is left of backward needs neither it nor their values."""
+        """Consume the parameters' `grad`, which is whole. What is left of backward needs neither it nor their
+        values."""
 
     def make_room(self, nbytes: int) -> None:
-        """Before a gradient of so many bytes is kept in memory until it is consumed."""
+        """Make room for a gradient of so many bytes that is about to be kept in memory until it is consumed."""
 
     def abandon(self, error: BaseException) -> None:
-        """`error` ended a backward pass in the middle."""
+        """Note that `error` ended a backward pass in the middle."""
 
 
 @dataclass
@@ -56,13 +57,13 @@ class PendingGradient(Generic[B]):
     """What is known of the gradient of one parameter before it is there.
 
     Attributes:
-        buffers: by the keys of the parameters that have a place in them, the buffers with one for this gradient.
+        buffers: the buffers with a place for this gradient, by the keys of all parameters that have one in them.
         replaced: the gradient in whose place eager autograd leaves this rank's alone, until that is added to it.
-        backwards_due: compiled forward passes with the parameter that have no backward pass yet.
+        backwards_due: how many compiled forward passes with the parameter have no backward pass yet.
         followed: whether there was a consumer at any time.
-        any_followed: whether any gradient of this process is.
+        any_followed: whether any gradient of this process is followed.
         state_dtype: what the optimizer that consumes it keeps its states in; None: in the dtype of the update.
-        master_dtype: the same of its master.
+        master_dtype: what that keeps its master in; None: in the dtype of the update.
     """
 
     buffers: dict[tuple[int, ...], B] = field(default_factory=dict)
@@ -85,12 +86,12 @@ class PendingGradient(Generic[B]):
         PendingGradient.any_followed = True
 
     def take_replaced(self) -> torch.Tensor | None:
-        """The gradient that was replaced, if any: it is the parameter's again."""
+        """Return the gradient that was replaced, if any: it is the parameter's again."""
         replaced, self.replaced = self.replaced, None
         return replaced
 
     def backward_ended(self) -> None:
-        """One backward pass that was due has used the parameter, or won't come."""
+        """Note that one backward pass that was due has used the parameter, or won't come."""
         self.backwards_due = max(self.backwards_due - 1, 0)
 
 

@@ -28,26 +28,26 @@ class Quantised(NamedTuple):
     transposed: bool = False
 
     def rows_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape [..., rows, columns] as which the values of a tensor of `shape` lie in the bytes."""
+        """Return the shape [..., rows, columns] as which the values of a tensor of `shape` lie in the bytes."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
 
     def bytes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """That of the matrix of bytes of a tensor of `shape`."""
+        """Return the shape of the matrix of bytes of a tensor of `shape`."""
         return quantised_shape(self.rows_of(shape), self.format)
 
     def like(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor without values that has the metadata of one of `shape`."""
+        """Return a tensor without values that has the metadata of one of `shape`."""
         rows = torch.empty(self.rows_of(shape), dtype=self.dtype, device="meta")
         return rows.mT if self.transposed else rows
 
     def steps(self, shape: Sequence[int]) -> tuple[ViewStep, ...]:
-        """The operations that make the values of a tensor of `shape`."""
+        """Return the operations that make the values of a tensor of `shape`."""
         values = ViewStep(ops.dequantize, (self.rows_of(shape)[1:], self.format, self.dtype), (), None)
         return (values, _TRANSPOSITION) if self.transposed else (values,)
 
     @classmethod
     def of(cls, views: Sequence[ViewStep]) -> Quantised | None:
-        """How the bytes of a stored tensor with these views become values; None: they are values."""
+        """Return how the bytes of a stored tensor with these views become values; None if they are values."""
         if not views or views[0].op is not ops.dequantize:
             return None
         _, name, dtype = views[0].args
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str | None = None) -> Form:
-        """That of an ordinary tensor, in the format of this name."""
+        """Return the form of an ordinary tensor, in the format of this name."""
         if name is None:
             return cls(tensor.shape, tensor.dtype)
         return cls(torch.Size(quantised_shape(tensor.shape, name)), torch.uint8, Quantised(name, tensor.dtype))
@@ -75,7 +75,7 @@ class Form(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of these elements."""
+        """How many bytes these elements have."""
         return self.numel * self.dtype.itemsize
 
 

@@ -37,14 +37,15 @@ _keys = itertools.count(1)
 
 
 def new_key() -> int:
-    """A key that nothing had yet."""
+    """Return a key that nothing had yet."""
     return next(_keys)
 
 
 def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[LocalShard]) -> None:
-    """Wait until nothing that goes on in the background is about to change the bytes of storages of the same tiers.
+    """Wait until nothing that goes on in the background is about to change the bytes of storages of the same tiers,
+    with these keys and local shards.
 
-    `keys`, `shares`: theirs. Raises: StoreError in another process.
+    Raises: StoreError in another process.
     """
     tiers.check_process()
     if (background := tiers.background) is not None:
@@ -62,20 +63,20 @@ class TensorStorage:
     is about to change them.
 
     Attributes:
-        bytes: those that this rank holds; something in the background may be about to change them. Their allocation
+        bytes: the bytes that this rank holds; something in the background may be about to change them. Their allocation
             says on which tier and device they are, and of which dtype.
         key: the value of `token`, the tiny tensor that stands for the bytes in graphs. The token's version counter
             counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and
             backward.
-        config: that of the model the tensor belongs to, with the placement decided.
+        config: the configuration of the model that the tensor belongs to, with the placement decided.
         share: this rank's local shard of the elements, or all of them.
-        gradient: what is known of that of a parameter.
-        gradient_state: of a gradient: see [Note: states of gradients].
+        gradient: what is known of the gradient of a parameter.
+        gradient_state: the state of a gradient: see [Note: states of gradients].
         label: what users know the tensor by.
-        place: of a parameter, among those that are updated in one step: in the order in which they were stored, or in
-            the one of the plans that they are in.
+        place: the place of a parameter among those that are updated in one step: in the order in which they were
+            stored, or in that of the plans that they are in.
         buffer_place: what every tensor with the bytes of a gradient holds: see [Note: gradient buffers].
-        stands_for: the one of an offloaded parameter that this is, without bytes, while a plan is made.
+        stands_for: the storage of an offloaded parameter that this one, without bytes, stands for while a plan is made.
     """
 
     key = 0
@@ -86,7 +87,7 @@ class TensorStorage:
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
     def __init__(self, config: Config, share: LocalShard, allocation: Allocation, member: int = 0) -> None:
-        """The storage whose bytes are a member of an allocation, which has room for what this rank holds."""
+        """Make the storage whose bytes are a member of an allocation, which has room for what this rank holds."""
         self.config, self.share = config, share
         self.gradient: PendingGradient[Any] = PendingGradient()
         self.label: str | None = None
@@ -107,7 +108,7 @@ class TensorStorage:
 
     @classmethod
     def of_token(cls, token: torch.Tensor) -> TensorStorage:
-        """The storage that a token stands for: a storage's own, or any copy."""
+        """Return the storage that a token stands for: a storage's own, or any copy."""
         owner = token.__dict__.get("owner")
         storage = None if owner is None else owner()
         if storage is None or storage.token is not token:
@@ -121,7 +122,7 @@ class TensorStorage:
         return storage
 
     def settled(self) -> StoredBytes:
-        """The bytes, once nothing that goes on in the background is about to change them.
+        """Return the bytes, once nothing that goes on in the background is about to change them.
 
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
@@ -180,8 +181,8 @@ class TensorStorage:
         return alone and self.in_place and {placement.gradients, placement.optimizer} <= here
 
     def part(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all who read
-        them, which lives as long as this. (What a graph returns of it is a clone.)"""
+        """Return elements of a tensor that is in place, from `start` on: the bytes themselves, in one tensor for all
+        who read them, which lives as long as this. (What a graph returns of it is a clone.)"""
         place = start, tuple(shape)
         if place not in self._parts:
             memory = self.bytes.on_device
@@ -192,12 +193,12 @@ class TensorStorage:
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """The name of the tensor in errors."""
         return self.label or f"a tensor of {self.numel} elements"
 
     @held_back
     def value(self) -> torch.Tensor:
-        """All elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
+        """Return all elements, flat, on the device: the bytes themselves, or a copy that the caller owns.
 
         Collective where the tensor is partitioned, or stale: see [Note: rendezvous].
         """
@@ -225,7 +226,7 @@ class TensorStorage:
 
     @contextmanager
     def brought(self, held: StoredBytes) -> Iterator[torch.Tensor]:
-        """All the bytes where the device computes, to be read in the block."""
+        """Yield all the bytes where the device computes, to be read in the block."""
         with self._moving():
             window = held.device_window().read_only()
             try:
@@ -234,17 +235,18 @@ class TensorStorage:
                 window.close()
 
     def _moving(self) -> AbstractContextManager[None]:
-        """`Tiers.moving`, where windows of the bytes allocate memory."""
+        """Open `Tiers.moving`, where windows of the bytes allocate memory."""
         return self.tiers.moving() if self.tier == "nvme" else nullcontext()
 
     def refreshed(self) -> StoredBytes:
-        """The bytes, once they are final, with the shares that other ranks updated among them."""
+        """Return the bytes, once they are final, with the shards that other ranks updated among them."""
         held = self.settled()
         return self.settled() if begin_refresh([self], self.name) else held
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Where several ranks have the same elements, and eager code wrote to them, take over those of the first."""
+        """Take over the elements of the first rank, where several ranks have the same ones, and eager code wrote to
+        them."""
         share = self.share
         if share.agreed or (share.partitioned and share.ranks.replicas == 1):
             share.agreed = True
@@ -268,7 +270,8 @@ class TensorStorage:
         self.share.stale = False
 
     def snapshot(self) -> torch.Tensor:
-        """`value()`, in the same memory for all who hold it at a time, until the bytes are written. To be read only."""
+        """Return `value()`, in the same memory for all who hold it at a time, until the bytes are written. It is to be
+        read only."""
         value = self._present_snapshot()
         if value is None:
             value = self.spilled() if self.spills else self.value()
@@ -282,7 +285,7 @@ class TensorStorage:
 
     @held_back
     def spilled(self) -> torch.Tensor:
-        """`value()`, in the memory of a file that is the caller's."""
+        """Return `value()`, in the memory of a file that is the caller's."""
         return spilled(self.value() if self.share.in_shares else self.settled(), self.config.stores[0])
 
     def _present_snapshot(self) -> torch.Tensor | None:
@@ -291,17 +294,18 @@ class TensorStorage:
         return self._snapshot[0]()
 
     def __deepcopy__(self, memo: dict) -> TensorStorage:
-        """This: who copies a tensor with all its attributes, as async_save does, has the bytes themselves elsewhere."""
+        """Return this: who copies a tensor with all its attributes, as async_save does, has the bytes themselves
+        elsewhere."""
         return self
 
     def data_ptr(self) -> int:
-        """An address that tells this storage from every other, stored or not: where somebody holds a `snapshot`, that
-        of the bytes; else the bytes are not there."""
+        """Return an address that tells this storage from every other, stored or not: where somebody holds a `snapshot`,
+        that of the bytes; else the bytes are not there."""
         snapshot = self._present_snapshot()
         return self.token.data_ptr() if snapshot is None or not self.numel else snapshot.data_ptr()
 
     def size(self) -> int:
-        """The number of elements, as of any typed storage."""
+        """Return the number of elements, as of any typed storage."""
         return self.numel
 
 
@@ -312,7 +316,7 @@ def new_storages(
     partitioned: bool = False,
     elements: int = 1,
 ) -> list[TensorStorage]:
-    """New, uninitialised storages in one allocation for tensors divided over the ranks as those of `storages` are, of
+    """Make uninitialised storages in one allocation for tensors divided over the ranks as those of `storages` are, of
     one model; one element of `dtype` (default: theirs) for so many `elements` of theirs."""
     first, dtype = storages[0], dtype or storages[0].dtype
     shares = []
@@ -327,20 +331,20 @@ def new_storages(
 
 
 def new_gradients(storages: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
-    """New, uninitialised storages for the gradients of parameters of one model; partitioned from ZeRO's stage 2 on."""
+    """Make uninitialised storages for the gradients of parameters of one model; partitioned from ZeRO's stage 2 on."""
     placement = storages[0].placement
     return new_storages(storages, placement.gradients, dtype, placement.stage >= 2)
 
 
 def new_states(storages: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
-    """New, uninitialised storages for an optimizer's state of parameters of one model; partitioned from ZeRO's stage 1
+    """Make uninitialised storages for an optimizer's state of parameters of one model; partitioned from ZeRO's stage 1
     on."""
     placement = storages[0].placement
     return new_storages(storages, placement.optimizer, dtype, placement.stage >= 1)
 
 
 def new_scales(storages: Sequence[TensorStorage], dtype: torch.dtype, elements: int) -> list[TensorStorage]:
-    """New, uninitialised storages for the scales of an optimizer's state, one of `dtype` for so many elements of the
+    """Make uninitialised storages for the scales of an optimizer's state, one of `dtype` for so many elements of the
     state, divided as that is: on the device where the states live there, else in host memory."""
     placement = storages[0].placement
     tier: Tier = "device" if placement.optimizer == "device" else "host"
@@ -348,8 +352,8 @@ def new_scales(storages: Sequence[TensorStorage], dtype: torch.dtype, elements: 
 
 
 def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]:
-    """If the bytes of some are stale, start to gather the shards that other ranks updated, in one collective. Returns
-    what is under way, for which whoever looks at the bytes waits. `name`: for errors."""
+    """Start to gather the shards that other ranks updated, in one collective, if the bytes of some are stale. Returns
+    what is under way, for which whoever looks at the bytes waits. `name` is for errors."""
     stale = [storage for storage in storages if storage.share.stale]
     if stale:
         for storage in stale:
@@ -362,7 +366,7 @@ def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]
 
 
 def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
-    """All elements, flat, in the memory of a file without a name in `directory`, which ends with the tensor.
+    """Return all elements, flat, in the memory of a file without a name in `directory`, which ends with the tensor.
 
     It is for code that wants the address of a large value. Libraries that save a model hold the values of many tensors
     at a time. In memory of their own, these would take as much as the model. In a file that is mapped, the system
@@ -381,7 +385,7 @@ def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:
 
 
 def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
-    """All elements in order; each piece is valid until the next is asked for."""
+    """Yield all elements in order; each piece is valid until the next is asked for."""
     for part in pieces_of(range(held.count), held.allocation.dtype.itemsize):
         window = held.window(part.start, len(part)).read_only()
         try:
@@ -392,5 +396,6 @@ def _pieces(held: StoredBytes) -> Iterable[torch.Tensor]:
 
 @torch.library.impl(ops.gather.name(), "CompositeExplicitAutograd")
 def _gather_kernel(token: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Eager `zinf.gather`. Bytes that live on the device are returned themselves: no caller may write to them."""
+    """Run `zinf.gather` in eager code. Bytes that live on the device are returned themselves: no caller may write to
+    them."""
     return TensorStorage.of_token(token).value().view(shape)

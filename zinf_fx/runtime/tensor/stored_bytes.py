@@ -23,10 +23,11 @@ class StoredBytes:
     Whoever looks at them asks `TensorStorage.settled`, unless nothing in the background can be about to change them.
 
     Attributes:
-        allocation, members: they are a run of members of this allocation.
-        elements: which of the allocation's they are.
-        tokens: stand for them in graphs, one for each tensor whose elements they are: a token's version counter counts
-            the writes to that tensor.
+        allocation: the allocation that they lie in.
+        members: the run of members of the allocation that they are.
+        elements: which elements of the allocation they are.
+        tokens: what stands for them in graphs, one for each tensor whose elements they are: a token's version counter
+            counts the writes to that tensor.
         on_device: all of them, if they live where the device computes.
     """
 
@@ -65,7 +66,7 @@ class StoredBytes:
         return self._in_host is not None
 
     def in_memory_of(self, place: Device) -> torch.Tensor | None:
-        """All of them, if they live where `place` computes: nothing is under way to or from them then."""
+        """Return all of them, if they live where `place` computes: nothing is under way to or from them then."""
         memory = self._in_host if place.in_host_memory else self.on_device
         if memory is not None:
             self.allocation.settle(self.elements)
@@ -80,8 +81,8 @@ class StoredBytes:
     def window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
     ) -> Window:
-        """`count` of the elements, from `start` on (default all), in host memory; if they are moved there, to where
-        `offset` says (see `Tiers.allocate`).
+        """Open a window over `count` of the elements, from `start` on (default all), in host memory; if they are moved
+        there, to where `offset` says (see `Tiers.allocate`).
 
         With `load`, reading them starts at once; without, their values are undefined until written. The store moves
         whole blocks: what a window has in common with its neighbours' blocks is read in any case, and written back.
@@ -97,7 +98,7 @@ class StoredBytes:
         return self._window_in(buffer, range(first, end), load)
 
     def _window_in(self, buffer: Buffer, elements: range, load: bool) -> Window:
-        """A window over elements of the allocation, in a buffer that has room for their blocks."""
+        """Open a window over elements of the allocation, in a buffer that has room for their blocks."""
         opened, closed = self._in_blocks(elements.start, elements.stop)
         shared = opened < elements.start or closed > elements.stop
         try:
@@ -111,7 +112,7 @@ class StoredBytes:
     def device_window(
         self, start: int = 0, count: int | None = None, *, load: bool = True, offset: int | None = None
     ) -> Window | DeviceWindow:
-        """As `window`, in device memory. `offset` is where in host memory they pass through."""
+        """Open a window as `window` does, in device memory. `offset` is where in host memory they pass through."""
         elements = range(*self._range(start, count))
         if self.on_device is not None:
             first, end = elements.start - self.elements.start, elements.stop - self.elements.start
@@ -153,7 +154,7 @@ class StoredBytes:
             window.close()
 
     def _take_prefetched(self, elements: range) -> Window | None:
-        """What was prefetched of these elements of the allocation, unless others are there by now."""
+        """Return what was prefetched of these elements of the allocation, unless others are there by now."""
         window = self._prefetched.get(elements)
         if window is None or not window.is_current:
             return None
@@ -162,8 +163,8 @@ class StoredBytes:
         return window
 
     def copied(self, start: int, count: int) -> torch.Tensor:
-        """`count` of the elements, from `start` on, in host memory, to be read: where they live, or in memory of their
-        own that is in no arena."""
+        """Return `count` of the elements, from `start` on, in host memory, to be read: where they live, or in memory of
+        their own that is in no arena."""
         if self._in_host is not None:
             return self.window(start, count).wait()
         first, end = self._range(start, count)
@@ -178,7 +179,7 @@ class StoredBytes:
         return self._read(self.elements.start + start, memory, owner)
 
     def _read(self, first: int, memory: torch.Tensor, owner: object) -> Ticket:
-        """As `read`, from an element of the allocation on."""
+        """Start reading as `read` does, from an element of the allocation on."""
         if self.on_device is not None:
             start = first - self.elements.start
             return self.allocation.device.download(self.on_device[start : start + memory.numel()], memory)
@@ -186,7 +187,8 @@ class StoredBytes:
 
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
-        """Write all elements from a tensor of as many (any shape; converted to this dtype); `offset` as for `window`.
+        """Write all elements from a tensor of as many (any shape; converted to this dtype). `offset` is that of
+        `window`.
 
         From the device, the write may be under way when this returns: the caller may drop `value`, but not change it.
         """
@@ -210,7 +212,7 @@ class StoredBytes:
             window.store(after=copy)
 
     def noted(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """For a block in which the CPU copies a value to where it lives; other devices' copies note themselves."""
+        """Open a block in which the CPU copies a value to where it lives; other devices' copies note themselves."""
         leaves = self.allocation.tier != "device" and self.allocation.device.in_host_memory
         return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else contextlib.nullcontext()
 
@@ -240,13 +242,14 @@ class StoredBytes:
         self.allocation.settle(self.elements)
 
     def _in_blocks(self, first: int, end: int) -> tuple[int, int]:
-        """From which element of the allocation to which one the blocks reach that have those from `first` to `end`."""
+        """Return from which element of the allocation to which one the blocks reach that have those from `first` to
+        `end`."""
         per_block = PAGE // self.allocation.dtype.itemsize if self.allocation.tier == "nvme" else 1
         opened = first // per_block * per_block
         return opened, min(-(-end // per_block) * per_block, self.elements.stop) if end > first else opened
 
     def _range(self, start: int, count: int | None) -> tuple[int, int]:
-        """The first element of the allocation, and the one behind the last, of `count` from `start` on."""
+        """Return the first element of the allocation, and the one behind the last, of `count` from `start` on."""
         count = self.count - start if count is None else count
         assert start >= 0 and count >= 0 and start + count <= self.count, (start, count, self.count)
         first = self.elements.start + start
@@ -265,7 +268,7 @@ def announce_writes(written: Sequence[StoredBytes]) -> None:
 
 
 def runs_of(stored: Sequence[StoredBytes]) -> list[list[int]]:
-    """The numbers of those that live side by side, in the order in which they live there."""
+    """Return the numbers of those that live side by side, in the order in which they live there."""
     groups = {group: number for number, group in enumerate(dict.fromkeys(held.allocation for held in stored))}
     runs: list[list[int]] = []
     for number in sorted(range(len(stored)), key=lambda n: (groups[stored[n].allocation], stored[n].members.start)):
@@ -277,7 +280,7 @@ def runs_of(stored: Sequence[StoredBytes]) -> list[list[int]]:
 
 
 def side_by_side(run: Sequence[StoredBytes]) -> StoredBytes:
-    """The bytes of a run of members, in their order."""
+    """Return the bytes of a run of members, in their order."""
     if len(run) == 1:
         return run[0]
     members = range(run[0].members.start, run[-1].members.stop)

@@ -121,7 +121,8 @@ class StoredTensor(Checkpointable):
         requires_grad: bool = False,
         quantised: Quantised | None = None,
     ) -> Self:
-        """The tensor of `shape` whose bytes are `storage`'s; `quantised`: how these are to be read as its values."""
+        """Return the tensor of `shape` whose bytes are `storage`'s. `quantised` says how these are to be read as its
+        values."""
         shape = torch.Size(shape)
         stored_shape = shape if quantised is None else torch.Size(quantised.bytes_shape(shape))
         device, is_part = torch.device(device), bool(storage.share.part_of)
@@ -157,14 +158,14 @@ class StoredTensor(Checkpointable):
         return self._storage
 
     def full_tensor(self) -> torch.Tensor:
-        """The full value as an ordinary tensor that the caller owns."""
+        """Return the full value as an ordinary tensor that the caller owns."""
         with torch.no_grad():
             value = self.gathered()
             return value.clone() if self.stored.in_place else value
 
     def to_local(self) -> torch.Tensor:
-        """This rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned; else the
-        full value."""
+        """Return this rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned;
+        else the full value."""
         storage = self.stored
         if not storage.share.partitioned:
             return self.full_tensor()
@@ -317,7 +318,8 @@ class StoredTensor(Checkpointable):
         return self
 
     def expect_gradient(self) -> None:
-        """Before a use that autograd may record: what arrives as `grad` will go to its tier, after the user's hooks.
+        """Prepare for a use that autograd may record: what arrives as `grad` will go to its tier, after the user's
+        hooks.
 
         Hooks belong to the Python object in part. An implementation that was swapped in (by `offload`, or by
         Module.to()) doesn't know them until they are assigned again.
@@ -346,11 +348,12 @@ class StoredTensor(Checkpointable):
     # What code outside of PyTorch asks a tensor for.
 
     def storage(self) -> TensorStorage:
-        """What has `data_ptr()` and `size()`, as of any tensor: that of a stored tensor is its address in the store."""
+        """Return what has `data_ptr()` and `size()`, as of any tensor: that of a stored tensor is its address in the
+        store."""
         return self.stored
 
     def data_ptr(self) -> int:
-        """The address of the value in memory, to be read, as of any tensor: safetensors saves through it.
+        """Return the address of the value in memory, to be read, as of any tensor: safetensors saves through it.
 
         It is gathered for that, and kept as long as this object; what is written there doesn't reach the store. Tensors
         of one storage share the memory.
@@ -364,8 +367,8 @@ class StoredTensor(Checkpointable):
         return value.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save copies it.
-        One without bytes where nobody asked for an address."""
+        """Return that of the memory whose address `data_ptr()` gave last: torch.distributed.checkpoint.async_save
+        copies it. It has no bytes where nobody asked for an address."""
         held = self.__dict__.get("_in_memory")
         return super().untyped_storage() if held is None else held[1]
 
@@ -408,18 +411,19 @@ class StoredTensor(Checkpointable):
         """Keep what users have until `follow`: see [Note: DTensor parameters]."""
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A state of this parameter as users see it."""
+        """Return a state of this parameter as users see it."""
         return tensor
 
     def gathered(self) -> torch.Tensor:
-        """The value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes themselves."""
+        """Return the value; while a graph is captured, its gather. Nobody may write to it: it may be the bytes
+        themselves."""
         self.expect_gradient()
         if self.captured:
             note_gathered(self)
         return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
-        """The views of this tensor, on `value`, which is that of the base."""
+        """Return the views of this tensor, on `value`, which is that of the base."""
         return replayed(self.views, value)
 
     def _twin(self) -> StoredTensor:
@@ -428,12 +432,13 @@ class StoredTensor(Checkpointable):
         return self._handed_on(self._seen(self.views, self if self.views else None))
 
     def _seen(self, views: tuple[ViewStep, ...], like: torch.Tensor | None) -> StoredTensor:
-        """Another view of the same bytes: in inference mode, of a tensor from outside of it, one as from outside."""
+        """Return another view of the same bytes: in inference mode, of a tensor from outside of it, one as from
+        outside."""
         with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
             return StoredTensor(self.token, self.base, views, like, self._storage)
 
     def _handed_on(self, twin: StoredTensor) -> StoredTensor:
-        """`twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
+        """Return `twin`, which may take this tensor's place in a DTensor parameter: see [Note: DTensor parameters]."""
         carry(twin, carried(self), of=self)
         if self._local_of is not None:
             self._local_of.hold()
@@ -455,7 +460,7 @@ class StoredTensor(Checkpointable):
         return wrap(results, None)
 
     def _convert(self, kwargs: dict) -> StoredTensor:
-        """What Module.to() makes of this tensor: another stored tensor on the same tier."""
+        """Return what Module.to() makes of this tensor: another stored tensor on the same tier."""
         dtype = kwargs.get("dtype") or self.dtype
         target = torch.device(kwargs.get("device") or self.device)
         check_device(target, "this stored tensor")
@@ -465,7 +470,7 @@ class StoredTensor(Checkpointable):
 
 @held_back
 def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> S:
-    """A new stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
+    """Make a stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
     the same, and give values of `dtype`."""
     storage, share, target = tensor.stored, tensor.stored.share, device_of(device)
     quantised = Quantised.of(tensor.views)
@@ -489,7 +494,7 @@ def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: tor
 
 
 def stored_as(tensor: S, quantised: Quantised) -> S:
-    """A new stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
+    """Make a stored tensor without a value yet, of the shape of this one, whose bytes are to become values in this way.
 
     Raises: StoreError when there is no room.
     """
@@ -504,7 +509,7 @@ def stored_as(tensor: S, quantised: Quantised) -> S:
 
 
 def bytes_of(tensor: S) -> S:
-    """The matrix of bytes of a quantised stored tensor, as a stored tensor."""
+    """Return the matrix of bytes of a quantised stored tensor, as a stored tensor."""
     return type(tensor)(tensor.token, tensor.base, storage=tensor.stored)
 
 
@@ -539,7 +544,7 @@ def as_parameter(tensor: T) -> T:
 
 
 def carried(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that a tensor was given by `carry`."""
+    """Return the attributes that a tensor was given by `carry`."""
     return {name: vars(tensor)[name] for name in getattr(tensor, "_carried", ())}
 
 

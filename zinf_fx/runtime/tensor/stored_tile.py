@@ -24,7 +24,8 @@ class TilePart(NamedTuple):
     """What of a tile lives side by side, or a rank's shards of that.
 
     Attributes:
-        bytes, elements: where it lives.
+        bytes: the bytes among which it lives.
+        elements: which elements of these it has.
         start: where it begins among the parts of the tile.
         members: by number among the tile's parameters, which of the elements each has.
         cut: makes the parameters of memory with all of this part, if they are whole.
@@ -37,7 +38,7 @@ class TilePart(NamedTuple):
     cut: CachedViews
 
     def window(self, offset: int | None) -> Window | DeviceWindow:
-        """To be read, on the device; `offset` is where in host memory it passes through."""
+        """Open a window to be read, on the device. `offset` is where in host memory it passes through."""
         return self.bytes.device_window(self.elements.start, len(self.elements), offset=offset).read_only()
 
 
@@ -75,7 +76,7 @@ class StoredTile:
 
     @classmethod
     def of(cls, storages: Sequence[TensorStorage], planned: Tile) -> StoredTile:
-        """The tile of these storages, the same whenever it is asked for."""
+        """Return the tile of these storages, the same whenever it is asked for."""
         known = _KNOWN.setdefault(storages[0], [])
         for tile in known:
             if tile._is_of(storages, planned):
@@ -86,7 +87,7 @@ class StoredTile:
 
     @property
     def key(self) -> int:
-        """That no other tile has, but tiles of the same storage: theirs is the storage's."""
+        """A key that no other tile has, but tiles of the same storage: theirs is the storage's."""
         return self.members[0].key if self._key is None else self._key
 
     @property
@@ -115,7 +116,7 @@ class StoredTile:
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """What a graph computes with of members that are in place."""
+        """Return what a graph computes with of members that are in place."""
         return [storage.part(start, shape) for storage, (start, shape) in zip(self.members, self._shapes, strict=True)]
 
     def settled(self) -> None:
@@ -126,15 +127,15 @@ class StoredTile:
             settle(tiers, keys, shares)
 
     def begin_refresh(self) -> list[Refresh]:
-        """As that of a storage, for all members in one collective."""
+        """Begin to refresh all members in one collective: see the function of this name."""
         if self.ranks.shards == 1 or self.partitioned:
             return []
         return begin_refresh(self.members, self._planned.label)
 
     @property
     def parts(self) -> list[TilePart]:
-        """What of it lives side by side, in the order in which the members live, which may be another one than that in
-        the plan."""
+        """Return what of it lives side by side, in the order in which the members live, which may be another one than
+        that in the plan."""
         held = [storage.bytes for storage in self.members]
         if self._parts is None or not all(map(is_, held, self._parts[0])):
             self._parts = held, self._parts_of(held)
@@ -161,7 +162,7 @@ class StoredTile:
 
 
 def _shapes_in(planned: Tile) -> list[tuple[int, tuple[int, ...]]]:
-    """Of each parameter in a tile, the first element, and the shape of those that are in it."""
+    """Return, of each parameter in a tile, the first element, and the shape of those that are in it."""
     return [(0, member.shape) for member in planned.members] or [(planned.start, planned.shape)]
 
 

@@ -52,9 +52,9 @@ def check_distributed(parameter: DTensor, what: str) -> None:
 
 
 def with_ranks(config: Config, parameters: Iterable[torch.Tensor]) -> Config:
-    """`config` with a process group, where it has none and the parameters' mesh says which ranks hold equal parts:
-    those along the other dimension of a 2-D mesh that theirs is a part of, if its name is one of data parallelism; this
-    one alone, if theirs has all ranks.
+    """Return `config` with a process group, where it has none and the parameters' mesh says which ranks hold equal
+    parts: those along the other dimension of a 2-D mesh that theirs is a part of, if its name is one of data
+    parallelism; this one alone, if theirs has all ranks.
 
     Raises: ConfigError for ranks that hold different parts of a parameter, and where the mesh doesn't say.
     """
@@ -82,8 +82,8 @@ def check_ranks(config: Config, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def of_first(config: Config, parameters: Iterable[object], value: Any, what: str) -> Any:
-    """The `value` that the first rank found, of those that share these parameters and those that they are divided
-    over: all of them have to act upon it alike."""
+    """Return the `value` that the first rank found, of those that share these parameters and those that they are
+    divided over: all of them have to act upon it alike."""
     value = Ranks.of(config).of_first(value, what)
     meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
     for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
@@ -92,8 +92,8 @@ def of_first(config: Config, parameters: Iterable[object], value: Any, what: str
 
 
 def found_by_first(config: Config, parameters: Iterable[object], find: Callable[[], T], what: str) -> T:
-    """What the first rank finds, of those that `of_first` is for. All of them look for it, and raise the first one's
-    error if it fails."""
+    """Return what the first rank finds, of those that `of_first` is for. All of them look for it, and raise the first
+    one's error if it fails."""
     result: T | ZinfError
     try:
         result = find()
@@ -106,7 +106,7 @@ def found_by_first(config: Config, parameters: Iterable[object], find: Callable[
 
 
 def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Of a DTensor, those over whose ranks it is divided, so that each has another part."""
+    """Return the groups over whose ranks a DTensor is divided, so that each has another part."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
@@ -114,17 +114,17 @@ def groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def tensor_ranks(config: Config, group: dist.ProcessGroup) -> Ranks:
-    """The ranks of a group over which parameters, or activations, are divided. All of them call this."""
+    """Return the ranks of a group over which parameters, or activations, are divided. All of them call this."""
     return Ranks.of(Config.of(config, {"process_group": group, "mesh": None, "placement": "auto"}))
 
 
 def resolved(group: dist.ProcessGroup | GroupName) -> dist.ProcessGroup:
-    """The group that a functional collective names."""
+    """Return the group that a functional collective names."""
     return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
 
 
 def _others(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks with the same coordinate in `mesh`, as far as the mesh that it is a part of tells."""
+    """Return the ranks with the same coordinate in `mesh`, as far as the mesh that it is a part of tells."""
     if mesh.size() == dist.get_world_size():
         return _alone(dist.group.WORLD)
     root = mesh._get_root_mesh()
@@ -136,7 +136,7 @@ def _others(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=1)
 def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this rank, as long as `world` is."""
+    """Return a group of this rank, as long as `world` is."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     return group

@@ -97,7 +97,7 @@ class Tiers:
 
     @classmethod
     def of(cls, config: Config) -> Tiers:
-        """The open tiers of this configuration, or new ones."""
+        """Return the open tiers of this configuration, or new ones."""
         key = (config.stores, config.host_memory, config.checksum, config.strict_direct)
         with cls._open_lock:
             tiers = cls._open.get(key)
@@ -142,14 +142,14 @@ class Tiers:
 
     @property
     def device_arenas(self) -> Mapping[Device, DeviceArena]:
-        """By the device, the regions that plans have on devices with memory of their own."""
+        """The regions that plans have on devices with memory of their own, by the device."""
         return self._on_devices
 
     def plan(self, regions: MemoryRegions, peak: int, devices: Iterable[Device] = ()) -> None:
-        """Before the first step of a plan: set its regions apart, and measure anew how much of the arenas is used.
+        """Set the regions of a plan apart before its first step, and measure anew how much of the arenas is used.
 
-        `peak`: bytes of the host arena that the plan takes at most; `devices`: with memory of their own, on which it
-        computes. Plans share the regions: one is used at a time.
+        The plan takes `peak` bytes of the host arena at most, and computes on `devices` with memory of their own. Plans
+        share the regions: one is used at a time.
 
         Raises: StoreError when a device has no room for its region.
         """
@@ -192,21 +192,21 @@ class Tiers:
         return self.background is not None or self.ahead is not None
 
     def advance(self) -> None:
-        """Between operators, have the background go on or, when it is done, have read what comes next."""
+        """Have the background go on between operators or, when it is done, have read what comes next."""
         if (work := self.background or self.ahead) is not None:
             work.advance()
 
     def moving(self) -> AbstractContextManager[None]:
-        """A block in which eager code moves the elements of one tensor through memory that is allocated for that. One
-        thread at a time is in such a block. The step in the background, which a block may wait for, waits for none. See
-        [Note: threads]."""
+        """Open a block in which eager code moves the elements of one tensor through memory that is allocated for that.
+        One thread at a time is in such a block. The step in the background, which a block may wait for, waits for none.
+        See [Note: threads]."""
         self.check_process()
         background = self.background
         return nullcontext() if background is not None and background.asks else taking(self._one_moves)
 
     @contextmanager
     def stepping(self, part: range | None = None) -> Iterator[None]:
-        """What is allocated in the block is an optimizer's: in the room that its chunks have in the region.
+        """Open a block in which what is allocated is an optimizer's: in the room that its chunks have in the region.
 
         Or in part of it, once nothing is written from there any more: buffers in the gaps between writes leave gaps.
         """
@@ -222,7 +222,7 @@ class Tiers:
 
     @property
     def chunk_room(self) -> int:
-        """Bytes of the region that are for an optimizer's chunks."""
+        """How many bytes of the region are for an optimizer's chunks."""
         return self._chunks.stop
 
     def is_vacant(self, part: range) -> bool:
@@ -240,14 +240,14 @@ class Tiers:
         (self.chunk_writes if apart else self.writes).add(ticket, buffer, owner)
 
     def _planned(self, part: range) -> range:
-        """What of a part of the room for chunks is planned."""
+        """Return what of a part of the room for chunks is planned."""
         return range(part.start, min(part.stop, self._chunks.stop))
 
     def allocate(self, nbytes: int, offset: int | None = None) -> Buffer:
-        """A buffer of the host arena; where there is no room, waits for writes to the store and for background work,
-        and gives up what is read ahead of that.
+        """Allocate a buffer of the host arena. Where there is no room, wait for writes to the store and for background
+        work, and give up what is read ahead of that.
 
-        `offset`: where in the region it is planned. It lies elsewhere if somebody has that place: another plan, or a
+        `offset` is where in the region it is planned. It lies elsewhere if somebody has that place: another plan, or a
         graph that runs out of turn.
 
         Raises: StoreError when there is no room yet after that, or a write failed.
@@ -279,7 +279,7 @@ class Tiers:
                 return self.host.allocate(nbytes)
 
     def allocate_at_once(self, nbytes: int, offset: int | None = None) -> Buffer | None:
-        """As `allocate`, in the planned place, or without one in any, if that is free; else None."""
+        """Allocate a buffer in the planned place, or without one in any, if that is free; else return None."""
         with self._lock:
             if offset is not None:
                 return self._allocate_in(range(offset, offset + blocks(nbytes)), nbytes, waits=False)
@@ -299,7 +299,7 @@ class Tiers:
         return buffer
 
     def release_generations(self) -> None:
-        """What nobody has a link to any more is the store's again."""
+        """Give the store back what nobody has a link to any more."""
         for generation in [generation for generation in self.generations if generation.is_gone]:
             self.generations.remove(generation)
             generation.release()

@@ -39,14 +39,14 @@ class ViewStep(NamedTuple):
 
 
 def replayed(views: Iterable[ViewStep], value: torch.Tensor) -> torch.Tensor:
-    """What the views show of a value."""
+    """Return what the views show of a value."""
     for step in views:
         value = step(value)
     return value
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without values that has the metadata of this one."""
+    """Return a tensor without values that has the metadata of this one."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     whole = torch.empty((), dtype=tensor.dtype, device="meta")
@@ -54,8 +54,8 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Base(NamedTuple):
-    """What is known of the stored value, before any view, without looking at its storage. `is_part`: of a tensor that
-    tensor parallelism divides."""
+    """What is known of the stored value, before any view, without looking at its storage. `is_part` says whether it is
+    of a tensor that tensor parallelism divides."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -79,8 +79,8 @@ class TensorMetadata(tuple):
 
     @classmethod
     def of(cls, base: Base, dtype: torch.dtype, views: tuple[ViewStep, ...]) -> TensorMetadata:
-        """That of a tensor with these; of tensors without views it is the same object. Without views, the tensor's
-        size says the shape: a parameter's kind is the same in every layer."""
+        """Return the metadata of a tensor with these; of tensors without views it is the same object. Without views,
+        the tensor's size says the shape: a parameter's kind is the same in every layer."""
         return cls((base, dtype, views)) if views else _kind_of(base._replace(shape=None), dtype)
 
     def __deepcopy__(self, memo: dict) -> TensorMetadata:
@@ -93,7 +93,7 @@ def _kind_of(base: Base, dtype: torch.dtype) -> TensorMetadata:
 
 
 def memory_of(whole: torch.Tensor, value: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of `whole` alone, or of its view `value` where that is elsewhere: they may lie in a larger one.
+    """Return the memory of `whole` alone, or of its view `value` where that is elsewhere: they may lie in a larger one.
 
     It keeps that memory, and is one object for all who hold it at a time.
     """
@@ -116,8 +116,8 @@ _WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 
 @contextmanager
 def watching() -> Iterator[_Watched]:
-    """The stored tensors that are gathered in the block while a graph is captured, each with the version that it has
-    unless somebody writes to a view."""
+    """Yield the stored tensors that are gathered in the block while a graph is captured, each with the version that it
+    has unless somebody writes to a view."""
     token = _WATCHED.set(watched := [])
     try:
         yield watched

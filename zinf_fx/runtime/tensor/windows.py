@@ -73,8 +73,9 @@ class Window(_Lifecycle):
         ticket: Ticket | None,
         meant: slice = slice(None),
     ) -> None:
-        """`memory`: whole blocks, from element `start` of the allocation on; without a buffer, where the elements live.
-        `meant` are the elements asked for among them. `ticket`: of their read; None: there is nothing to read."""
+        """`memory` has whole blocks, from element `start` of the allocation on; without a buffer, it is where the
+        elements live. `meant` are the elements asked for among them. `ticket` is that of their read; None: there is
+        nothing to read."""
         self.state = OPEN if ticket is None else READING
         self._storage: Owner | None = storage  # None: for reading alone
         self._reads = storage.allocation.reads
@@ -88,12 +89,12 @@ class Window(_Lifecycle):
         """Of what lives there, when they were read or, for a follower, written; None after a failed write."""
 
     def read_only(self) -> Window:
-        """This window, which can't be stored any more, and doesn't keep the storage alive."""
+        """Return this window, which can't be stored any more, and doesn't keep the storage alive."""
         self._storage = None
         return self
 
     def follow(self, storage: Owner) -> None:
-        """From now on, take over what is written to the store: nothing to do where the elements live."""
+        """Take over what is written to the store from now on: nothing to do where the elements live."""
         if self._buffer is not None:
             storage.allocation.follow(self)
 
@@ -135,14 +136,14 @@ class Window(_Lifecycle):
         return self._ticket.done()
 
     def wait(self) -> torch.Tensor:
-        """The elements, 1-D, once they are there; valid until `store` or `close`."""
+        """Return the elements, 1-D, once they are there; valid until `store` or `close`."""
         memory = self.arrived()
         if self._storage is not None and self._buffer is None:
             self._storage.allocation.await_reads(self._elements)
         return memory
 
     def arrived(self) -> torch.Tensor:
-        """The elements, 1-D, once they are there, but not to be changed before their `readers` are done."""
+        """Return the elements, 1-D, once they are there, but not to be changed before their `readers` are done."""
         if self.state is READING:
             assert self._ticket is not None
             self._ticket.wait()
@@ -156,14 +157,14 @@ class Window(_Lifecycle):
         return [ticket for _, ticket in self._reads] if self._buffer is None else []
 
     def read_by(self, reader: Ticket) -> None:
-        """Something besides the caller reads the elements until it is done."""
+        """Note that something besides the caller reads the elements until it is done."""
         if self._buffer is None:
             forget_what_is_done(self._reads)
             self._reads.append((self._elements, reader))
         self._reader = reader
 
     def store(self, after: Ticket | None = None) -> None:
-        """Start writing the elements back, once `after` is done; nothing to move for resident bytes."""
+        """Start writing the elements back, once `after` is done; where they live, there is nothing to move."""
         assert self._storage is not None, "a window for reading can't be stored"
         if after is not None and after.done():
             after = None
@@ -220,14 +221,14 @@ class Window(_Lifecycle):
 
 
 class DeviceWindow(_Lifecycle):
-    """As `Window`, in device memory, of elements that live elsewhere and are copied through a window in host memory."""
+    """A window in device memory, over elements that live elsewhere and are copied through a `Window` in host memory."""
 
     _copy: Upload  # from PLACED on
 
     def __init__(
         self, host: Window, device: Device, count: int, dtype: torch.dtype, load: bool, arena: DeviceArena | None
     ) -> None:
-        """`load`: whether the elements are to be copied to the device."""
+        """`load` says whether the elements are to be copied to the device."""
         self.state = READING
         self._host, self._device, self._arena = host, device, arena
         self._count, self._dtype, self._load = count, dtype, load
@@ -238,14 +239,16 @@ class DeviceWindow(_Lifecycle):
         self._buffer: Buffer | None = None  # of the arena, if that has a place for them
 
     def read_only(self) -> DeviceWindow:
-        """As of a `Window`. Host memory is given back as soon as the elements are on the device."""
+        """Return this window as `Window.read_only` does. Host memory is given back as soon as the elements are on the
+        device."""
         self._host.read_only()
         self._read_only = True
         return self
 
     @property
     def version(self) -> int | None:
-        """Of the storage's bytes, when they were read or, for a follower, written; None after a failed write."""
+        """The version of the storage's bytes when they were read or, for a follower, written; None after a failed
+        write."""
         return self._host.version
 
     @version.setter
@@ -263,7 +266,7 @@ class DeviceWindow(_Lifecycle):
         return self._host.ready
 
     def follow(self, storage: Owner) -> None:
-        """From now on, take over what is written to the store, or where the elements live in host memory."""
+        """Take over what is written to the store from now on, or where the elements live in host memory."""
         storage.allocation.follow(self)
 
     @property
@@ -297,7 +300,7 @@ class DeviceWindow(_Lifecycle):
             self._start()
 
     def wait(self) -> torch.Tensor:
-        """The elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
+        """Return the elements, 1-D, for what the device computes from now on; valid until `store` or `close`."""
         with self._closing:
             self.upload()
             if self.state is PLACED:
@@ -356,5 +359,5 @@ class DeviceWindow(_Lifecycle):
 
 
 def _part(memory: torch.Tensor, first: int, elements: range) -> torch.Tensor:
-    """Some elements of `memory`, which has those from `first` on."""
+    """Return some elements of `memory`, which has those from `first` on."""
     return memory[elements.start - first : elements.stop - first]

@@ -63,11 +63,11 @@ class WriteQueue(ReleaseQueue):
     much the arena holds doesn't depend on how fast the disk is.
 
     Attributes:
-        most: bytes that may be under way before a writer waits for the oldest.
+        most: how many bytes may be under way before a writer waits for the oldest.
     """
 
     def __init__(self, counters: Counters, lock: threading.RLock | None = None) -> None:
-        """`lock`: that of another queue, whose buffers come back for the same who wait."""
+        """`lock` is that of another queue, whose buffers come back for the same who wait."""
         super().__init__()
         self.lock = lock or self.lock
         self._counters, self.most = counters, _MAX_BYTES_WRITING
@@ -146,7 +146,7 @@ class WriteQueue(ReleaseQueue):
             return all(ticket.done() for ticket, _ in islice(self._queue, self._until(lies_there)))
 
     def _until(self, lies_there: Callable[[Buffer], bool]) -> int:
-        """How many writes there are up to the last one whose buffer lies in a place."""
+        """Return how many writes there are up to the last one whose buffer lies in a place."""
         numbers = [number for number, (_, buffer) in enumerate(self._queue, start=1) if lies_there(buffer)]
         return numbers[-1] if numbers else 0
 
