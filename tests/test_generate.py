@@ -14,6 +14,7 @@ import transformers
 from followed import followed_plans
 from gate import slow
 from torch import Tensor, nn
+from versions import not_before_2_12
 
 import zinf_fx
 from zinf_fx.errors import ConfigError
@@ -119,6 +120,7 @@ GRAPHS = [
 ]
 
 
+@not_before_2_12("torch.compile takes no recompile_limit")
 @pytest.mark.parametrize(("build", "dynamic", "shapes", "most"), GRAPHS)
 def test_a_bounded_number_of_graphs_generates_what_the_model_in_memory_does(
     build: Callable[[], nn.Module],

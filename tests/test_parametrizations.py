@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from versions import not_before_2_12
 
 import zinf_fx
 from zinf_fx import StoredTensor
 from zinf_fx.cycles import no_search_for_cycles
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+WEAKLY = "after a capture that was given up, Dynamo holds the parameters weakly, and PyTorch swaps none that are"
 
 
 class Doubled(nn.Module):
@@ -102,6 +106,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return [value.full_tensor() if isinstance(value, StoredTensor) else value.clone() for value in state]
 
 
+@not_before_2_12(WEAKLY)
 @pytest.mark.parametrize("stored", ["before", "after"])
 def test_a_parametrization_for_the_time_of_a_call(tmp_path: Path, stored: str) -> None:
     expected, model = adapted(), adapted()
@@ -164,6 +169,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@not_before_2_12(WEAKLY)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_after_a_capture_that_was_given_up(tmp_path: Path, change: Callable[[nn.Module], object]) -> None:
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from gate import named, slow
 from torch import Tensor, nn
+from versions import BEFORE_2_12
 
 import zinf_fx
 from zinf_fx.compat import transformers as conversion
@@ -120,7 +121,7 @@ def _losses(model: nn.Module, step: Callable, optimizer: torch.optim.Optimizer, 
 
 def _reference(plain: nn.Module) -> Callable:
     """Eager PyTorch; up to torch 2.11, AOTAutograd rounds gradients of Llama otherwise, whatever the backend."""
-    return torch.compile(plain, backend="aot_eager") if torch.__version__ < "2.12" else plain
+    return torch.compile(plain, backend="aot_eager") if BEFORE_2_12 else plain
 
 
 def _batches(inputs: Callable[[], Inputs]) -> list[Inputs]:

@@ -13,6 +13,7 @@ from ranks.launching import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from versions import BEFORE_2_12
 
 import zinf_fx
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
@@ -25,7 +26,7 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[floa
     losses = []
     for convert in STEPS:
         convert(model)
-        if torch.__version__ < "2.12":  # it doesn't notice by itself
+        if BEFORE_2_12:  # it doesn't notice by itself
             torch._dynamo.reset()
         run = wrap(model)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from twins import Net, python_calls_by_name, x
+from versions import BEFORE_2_12
 
 import zinf_fx
 from zinf_fx.errors import StoreError
@@ -164,4 +165,5 @@ def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatc
         counts.append(python_calls_by_name(step))
     for_more = Counter({name: counts[1][name] - counts[0][name] for name in counts[1]})
     per_parameter = for_more.total() / (2 * 15)
+    bound += 11 * BEFORE_2_12  # PyTorch's own calls, for subclasses of tensors
     assert per_parameter <= bound, (per_parameter, for_more.most_common(15))

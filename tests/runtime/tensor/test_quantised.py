@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from followed import followed_plans
+from versions import not_before_2_12
 
 import zinf_fx
 from zinf_fx import StoredTensor
@@ -92,6 +93,7 @@ def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, one_lin
         assert one is other or torch.equal(one.grad, other.grad)
 
 
+@not_before_2_12("guards of tensor subclasses compare values, which breaks the graph")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_what_a_library_made_of_tensors_is_stored_as_these(tmp_path, activations):
     """Eager code and graphs compute bit for bit what the class does in memory, and save none of its values."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import NotImplementedType
+from typing import cast
 
 import torch
 
@@ -116,8 +117,8 @@ def accumulate(
     that has a `grad`, the element from which on its gradient is a part; `first`: whether the part has no values yet.
     """
     if start is None and parameters[0].stored.has_plain_gradient:
-        values = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]  # one rank reduces nothing
-        with _noted(parameters[0].stored, sum([value.nbytes for value in values])):
+        values = cast(Sequence[torch.Tensor], gradients)  # one rank reduces nothing
+        with _noted(parameters[0].stored, values):
             _accumulate_plain(parameters, values)
         return
     if offsets is None:
@@ -188,7 +189,7 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
         _add_elements(stored.stored, start, value, first, offset)
     else:
         part = present if present.shape == value.shape else present.view(-1)[start : start + value.numel()]
-        with _noted(parameter.stored, value.nbytes):
+        with _noted(parameter.stored, [value]):
             value = value.reshape(part.shape)
             part.copy_(value) if first else part.add_(value)
 
@@ -199,18 +200,22 @@ def _accumulate_plain(parameters: Sequence[StoredTensor], gradients: Sequence[to
     New ones share one buffer of the host's memory, which ends with the last of them. Raises: StoreError when the host
     arena has no room.
     """
-    storage, arriving = parameters[0].stored, []
+    storage = parameters[0].stored
+    on_device = storage.placement.gradients == "device"
+    new_of: list[StoredTensor] = []
+    arriving: list[torch.Tensor] = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if (present := parameter.grad) is not None:
             present.add_(gradient)
-        elif storage.placement.gradients == "device":
+        elif on_device:
             parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
         else:
-            arriving.append((parameter, gradient))
+            new_of.append(parameter)
+            arriving.append(gradient)
     if arriving:
-        copies = plain_gradients(storage.tiers, [(gradient.shape, gradient.dtype) for _, gradient in arriving])
-        torch._foreach_copy_(copies, [gradient for _, gradient in arriving])
-        for (parameter, _), copy in zip(arriving, copies, strict=True):
+        copies = plain_gradients(storage.tiers, [(gradient.shape, gradient.dtype) for gradient in arriving])
+        torch._foreach_copy_(copies, arriving)
+        for parameter, copy in zip(new_of, copies, strict=True):
             parameter.grad = copy
 
 
@@ -218,10 +223,11 @@ def _value(gradient: Gradient) -> torch.Tensor:
     return gradient.wait() if isinstance(gradient, ReducedGradient) else gradient
 
 
-def _noted(storage: TensorStorage, nbytes: int) -> AbstractContextManager[None]:
-    """For a block in which a gradient is copied, or added, to where it lives."""
-    leaves = storage.placement.gradients != "device"
-    return RECORDER.work("offload", nbytes, CPU.torch_device) if leaves else nullcontext()
+def _noted(storage: TensorStorage, gradients: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """For a block in which gradients are copied, or added, to where they live."""
+    if RECORDER.log is None or storage.placement.gradients == "device":
+        return nullcontext()
+    return RECORDER.work("offload", sum(gradient.nbytes for gradient in gradients), CPU.torch_device)
 
 
 def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
@@ -307,11 +313,11 @@ def _arrived(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, StoredTensor), "nothing else has this hook"
     storage = parameter.stored
     state = state_of(parameter.grad, storage)
+    if state is GradientState.STORED or (state is GradientState.PLAIN and not storage.gradient.followed):
+        return
     if state is GradientState.RECORDED:
         check_may_have_graph(parameter)
-    elif state in (GradientState.ORDINARY, GradientState.LOCAL) or (
-        state is GradientState.PLAIN and storage.gradient.followed
-    ):
+    elif state in (GradientState.PLAIN, GradientState.ORDINARY, GradientState.LOCAL):
         _settle(parameter, state)
 
 
@@ -331,7 +337,7 @@ def _settle(parameter: StoredTensor, state: GradientState) -> None:
             parameter.grad = storage.gradient.take_replaced()
             add_gradient(parameter, gradient)
         elif state is GradientState.ORDINARY:
-            with torch.no_grad(), _noted(storage, gradient.nbytes):
+            with torch.no_grad(), _noted(storage, [gradient]):
                 parameter.grad = plain_gradient(parameter, gradient.dtype).copy_(gradient)
         pending = storage.gradient
         if pending.consumer is not None and pending.backwards_due <= 0:

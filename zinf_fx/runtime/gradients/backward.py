@@ -150,24 +150,21 @@ class BackwardGradients:
     def copy_gradients(self, tiles: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Add copies of gradients to their parameters' `.grad`, ordinary tensors of the same device: somebody may hold
         a gradient, or it lives somewhere else in the device's memory."""
-        together: dict[object, tuple[list[StoredTensor], list[torch.Tensor]]] = {}  # by where gradients live
+        together: defaultdict[object, tuple[list[StoredTensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for tile, gradient in zip(tiles, gradients, strict=True):
-            storage = self._storages[tile]
-            parameter = self._taking(storage.first, self._tiles[tile].name)
+            storage, planned = self._storages[tile], self._tiles[tile]
+            parameter = self._taking(storage.first, planned.name)
             if parameter is None:
                 continue
             if RECORDER.log is not None:
-                with RECORDER.about(self._tiles[tile].label, GRADIENT):
+                with RECORDER.about(planned.label, GRADIENT):
                     accumulate([parameter], [gradient])
                 continue
-            where = storage.tiers, storage.placement.gradients
-            if where not in together:
-                together[where] = [], []
-            parameters, taken = together[where]
+            parameters, arriving = together[storage.gradients_live_in]
             parameters.append(parameter)
-            taken.append(gradient)
-        for parameters, taken in together.values():
-            accumulate(parameters, taken)
+            arriving.append(gradient)
+        for parameters, arriving in together.values():
+            accumulate(parameters, arriving)
 
     def passed(self, tile: int) -> None:
         """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use

@@ -51,6 +51,7 @@ class StoredTile:
     Attributes:
         order: of the members, by number: as their parameters were made.
         tiers, device, ranks, placement: those of the first.
+        gradients_live_in: the memories of its gradients, and which of these.
         partitioned: whether each rank has its shard of the members alone.
         in_place: whether all bytes of the members live where the device computes.
         has_plain_gradient: whether their gradients are ordinary tensors: see [Note: plain gradients].
@@ -66,6 +67,7 @@ class StoredTile:
         self._shapes = _shapes_in(planned)
         self._planned, self._key = planned, new_key() if planned.members else None
         self.tiers, self.device, self.placement = first.tiers, first.device, first.placement
+        self.gradients_live_in = self.tiers, self.placement.gradients
         self.ranks, self.partitioned = first.share.ranks, first.share.partitioned
         self._every_tiers = {storage.tiers for storage in storages}
         self._storages = [weakref.ref(storage) for storage in storages]
