@@ -41,11 +41,11 @@
 
 #pragma GCC pop_options
 
-typedef void adam_block(const struct zinf_adam *options, const struct zinf_operands *operands, size_t first,
+typedef void adam_blocks(const struct zinf_adam *options, const struct zinf_operands *operands, size_t first,
                         size_t count);
 
 #ifdef HAS_PROCESSORS
-static adam_block *const of_instructions[] = {adam_plain, adam_avx2, adam_avx512};
+static adam_blocks *const of_instructions[] = {adam_plain, adam_avx2, adam_avx512};
 
 int zinf_instructions(void)
 {
@@ -54,7 +54,7 @@ int zinf_instructions(void)
     return __builtin_cpu_supports("x86-64-v3") ? ZINF_AVX2 : ZINF_PLAIN;
 }
 #else
-static adam_block *const of_instructions[] = {adam_plain, adam_plain, adam_plain};
+static adam_blocks *const of_instructions[] = {adam_plain, adam_plain, adam_plain};
 
 int zinf_instructions(void) { return ZINF_PLAIN; }
 #endif
@@ -62,7 +62,7 @@ int zinf_instructions(void) { return ZINF_PLAIN; }
 struct adam {
     const struct zinf_adam *options;
     const struct zinf_operands *operands;
-    adam_block *block; /* for whole blocks */
+    adam_blocks *blocks; /* for whole blocks */
 };
 
 static size_t blocks_of(const struct zinf_operands *operands)
@@ -77,13 +77,14 @@ static void adam_share(void *work, size_t first, size_t behind)
     const struct zinf_operands *operands = all.operands;
     for (size_t before = 0; before < behind; before += blocks_of(operands++)) {
         size_t here = blocks_of(operands), end = behind - before < here ? behind - before : here;
-        for (size_t block = first > before ? first - before : 0; block < end; block++) {
-            size_t start = block * ZINF_BLOCK, left = operands->count - start;
-            if (left < ZINF_BLOCK) /* no whole vectors */
-                adam_plain(all.options, operands, start, left);
-            else
-                all.block(all.options, operands, start, ZINF_BLOCK);
-        }
+        size_t start = (first > before ? first - before : 0) * ZINF_BLOCK, stop = end * ZINF_BLOCK;
+        if (start >= stop)
+            continue;
+        const size_t left = stop > operands->count ? operands->count % ZINF_BLOCK : 0; /* no whole vectors */
+        if (stop - start > (left ? ZINF_BLOCK : 0))
+            all.blocks(all.options, operands, start, stop - start - (left ? ZINF_BLOCK : 0));
+        if (left)
+            adam_plain(all.options, operands, operands->count - left, left);
     }
 }
 
