@@ -75,8 +75,8 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTil
     """What moves: parameters that lie side by side as one pack, the others by themselves."""
     allocations: dict[Allocation, list[tuple[TensorStorage, Tile]]] = {}
     for parameter in parameters:
-        storage, ranks = parameter.stored, parameter.stored.share.ranks.shards
-        shard = storage.share.shards.size if ranks > 1 else 0
+        storage, ranks = parameter.stored, parameter.stored.shard.ranks.shards
+        shard = storage.shard.shards.size if ranks > 1 else 0
         tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
         allocations.setdefault(storage.bytes.allocation, []).append((storage, replace(tile, partitioned=ranks > 1)))
     found: list[tuple[StoredTile, Tile]] = []

@@ -451,7 +451,7 @@ class Ending:
 
 def test_work_in_the_background_may_be_over_at_any_moment() -> None:
     pack, tiers = object.__new__(StoredTile), Ending()
-    member = SimpleNamespace(key=1, share=SimpleNamespace(refreshing=None))
+    member = SimpleNamespace(key=1, shard=SimpleNamespace(refreshing=None))
     pack._every_tiers, pack._storages = {tiers}, [lambda: member]
     pack.settled()
     assert tiers.settled == [frozenset([1])]

@@ -176,9 +176,9 @@ def _take_bytes_away(model: nn.Module, config: Config) -> None:
             if parameter is None:
                 continue
             if parameter not in twins:
-                share = LocalShard(Shards.of(parameter.numel(), 1, config.on_nvme))
+                shard = LocalShard(Shards.of(parameter.numel(), 1, config.on_nvme))
                 nowhere = Allocation.unreserved(config.placement.parameters, [parameter.numel()], parameter.dtype)
-                storage = TensorStorage(config, share, nowhere)
+                storage = TensorStorage(config, shard, nowhere)
                 twin = StoredTensor.of(storage, parameter.shape, parameter.device, parameter.requires_grad)
                 twins[parameter] = as_parameter(twin)
             module._parameters[name] = twins[parameter]

@@ -41,7 +41,7 @@ def of_published(rank: int, directory: str) -> bool:
     torch.manual_seed(rank)  # what is loaded is not what is there already
     values = torch.load(directory + "/values.pt")
     models = [make(Path(directory), placement="nvme") for make in (attached, loaded)]
-    halves = all(2 * one.experts.stored.share.held >= one.experts.stored.numel for one in models)
+    halves = all(2 * one.experts.stored.shard.held >= one.experts.stored.numel for one in models)
     same = (
         torch.equal(parameter.full_tensor(), values[name])
         for one in models
@@ -55,7 +55,7 @@ def owners_of(rank: int, directory: str) -> list[int]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(192, 192, bias=False), nn.Linear(192, 192, bias=False)).to(torch.bfloat16)
     zinf_fx.attach_base(model, directory + "/pair", partition="owner", tile=None)
-    return [parameter.stored.share.shards.segments[0].owner for parameter in model.parameters()]
+    return [parameter.stored.shard.shards.segments[0].owner for parameter in model.parameters()]
 
 
 def equals_ddp(rank: int, name: str | None, activations: str) -> bool:

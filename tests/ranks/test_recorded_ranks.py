@@ -27,7 +27,7 @@ def recorded(rank: int, placement: str) -> dict:
     compiled = torch.compile(stored, backend="zinf")
     # What is still on its way to the disk would be copied, and not fetched.
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, overlap=False)
-    ranks = next(stored.parameters()).stored.share.ranks
+    ranks = next(stored.parameters()).stored.shard.ranks
     ((batch,),) = batches(1, rank, 1)
 
     def step() -> None:

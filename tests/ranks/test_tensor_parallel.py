@@ -109,7 +109,7 @@ def checked_features(rank: int) -> dict[str, Any]:
         value += 1
     found["written"] = torch.equal(weight.full_tensor(), expected.full_tensor() + 1)
     local = weight.to_local()
-    found["shard"] = len(local.to_local()) == sum(map(len, local.stored.share.own)) < local.numel()
+    found["shard"] = len(local.to_local()) == sum(map(len, local.stored.shard.own)) < local.numel()
     run = torch.compile(gpt, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(gpt.parameters(), **tp.STEPS)
     tp.train(run, optimizer, (mesh["dp"].get_local_rank(), 2), 1)

@@ -149,13 +149,13 @@ class TensorShard:
         """The elements, by number in the box, that this rank saves, if others have the rest."""
         parts = (range(self.box.numel),)
         if isinstance(self.tensor, StoredTensor) and state_of(self.tensor) is not GradientState.LOCAL:
-            parts = self.tensor.stored.share.own
+            parts = self.tensor.stored.shard.own
         return [part for part in parts if part]
 
     @property
     def wanted(self) -> list[range]:
         """The elements that are loaded here."""
-        if isinstance(self.tensor, StoredTensor) and self.tensor.stored.share.partitioned:
+        if isinstance(self.tensor, StoredTensor) and self.tensor.stored.shard.partitioned:
             return self.owned
         return [range(self.box.numel)] if self.box.numel else []
 
@@ -171,7 +171,7 @@ class TensorShard:
     def byte_range(self, elements: range) -> range:
         """Return which bytes of their allocation consecutive elements of a stored tensor are."""
         storage, itemsize = self.stored, self.dtype.itemsize
-        first = (storage.bytes.elements.start + storage.share.position(elements.start)) * itemsize
+        first = (storage.bytes.elements.start + storage.shard.position(elements.start)) * itemsize
         return range(first, first + len(elements) * itemsize)
 
     def page_range(self, elements: range) -> range | None:
@@ -238,7 +238,7 @@ class TensorShard:
     def mark_loaded(self) -> None:
         """Note that all elements that are wanted here were written."""
         if isinstance(self.tensor, StoredTensor):
-            self.tensor.stored.share.stale = False
+            self.tensor.stored.shard.stale = False
 
 
 @dataclass(frozen=True)
@@ -530,11 +530,11 @@ def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
     Where several ranks have shards of the tensor, every rank asks for all pieces, and gets the same.
     """
     if isinstance(tensor, StoredTensor) and not tensor.views:
-        storage, share = tensor.stored, tensor.stored.share
-        if share.in_shares:
-            share.ranks.meet(f"the gather of {storage.name}")
-        shard = storage.refreshed()
-        yield from _of_all_ranks(storage, shard) if share.partitioned else _in_order(shard)
+        storage, shard = tensor.stored, tensor.stored.shard
+        if shard.in_shards:
+            shard.ranks.meet(f"the gather of {storage.name}")
+        held = storage.refreshed()
+        yield from _of_all_ranks(storage, held) if shard.partitioned else _in_order(held)
         return
     with gathered(tensor) as value:
         value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -542,27 +542,27 @@ def values_of(tensor: torch.Tensor) -> Generator[torch.Tensor, None, None]:
         yield value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _in_order(shard: StoredBytes) -> Iterator[torch.Tensor]:
+def _in_order(held: StoredBytes) -> Iterator[torch.Tensor]:
     """Give all elements, in order: the next piece is on its way while one is looked at."""
-    itemsize = shard.allocation.dtype.itemsize
-    parts = pieces_of(range(shard.count), itemsize)
-    transfers = (Transfer(len(part) * itemsize, partial(shard.window, part.start, len(part)), None) for part in parts)
+    itemsize = held.allocation.dtype.itemsize
+    parts = pieces_of(range(held.count), itemsize)
+    transfers = (Transfer(len(part) * itemsize, partial(held.window, part.start, len(part)), None) for part in parts)
     with closing(read_ahead(transfers, 2 * PIECE)) as reads:
         for window, _ in reads:
             yield window.wait()
             window.close()
 
 
-def _of_all_ranks(storage: TensorStorage, shard: StoredBytes) -> Iterator[torch.Tensor]:
+def _of_all_ranks(storage: TensorStorage, held: StoredBytes) -> Iterator[torch.Tensor]:
     """Give all elements, in order: each rank sends the pieces of its parts to the others."""
-    share = storage.share
-    parts = [(rank, segment.of_rank(rank)) for segment in share.shards.segments for rank in range(share.ranks.shards)]
+    shard = storage.shard
+    parts = [(rank, segment.of_rank(rank)) for segment in shard.shards.segments for rank in range(shard.ranks.shards)]
     for rank, part in ((rank, part) for rank, whole in parts for part in pieces_of(whole, storage.dtype.itemsize)):
         full = torch.empty(len(part), dtype=storage.dtype, device=storage.device.torch_device)
-        window = shard.device_window(share.position(part.start), len(part)) if rank == share.ranks.shard else None
+        window = held.device_window(shard.position(part.start), len(part)) if rank == shard.ranks.shard else None
         try:
             own = full if window is None else window.wait()
-            share.ranks.all_gather(full, own, storage.name, owner=rank).wait()
+            shard.ranks.all_gather(full, own, storage.name, owner=rank).wait()
         finally:
             if window is not None:
                 window.close()
@@ -580,9 +580,9 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
     if storage.tier != "nvme":
         storage.set(value)
         return
-    shard, elements = storage.settled(), storage.share.cut(value).reshape(-1)
-    for part in pieces_of(range(shard.count), storage.dtype.itemsize):
-        window = shard.window(part.start, len(part), load=False)
+    held, elements = storage.settled(), storage.shard.cut(value).reshape(-1)
+    for part in pieces_of(range(held.count), storage.dtype.itemsize):
+        window = held.window(part.start, len(part), load=False)
         try:
             copy = storage.device.download(elements[part.start : part.stop], window.wait())
         except BaseException:
@@ -592,4 +592,4 @@ def replace(storage: TensorStorage, value: torch.Tensor, after_piece: Callable[[
         storage.tiers.limit_writes(_IN_FLIGHT)
         if after_piece is not None:
             after_piece()
-    storage.share.stale = False
+    storage.shard.stale = False

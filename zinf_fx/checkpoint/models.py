@@ -145,7 +145,7 @@ class Everyone:
         stored = [parameter for parameter in map(stored_parameter, tensors) if parameter is not None]
         config = stored[0].stored.config if stored else Config()
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
-        self.ranks = list(dict.fromkeys(parameter.stored.share.ranks for parameter in stored))
+        self.ranks = list(dict.fromkeys(parameter.stored.shard.ranks for parameter in stored))
         if not stored and not meshes:
             replicas = (layer for layer in _layers_of(model) if isinstance(layer, DistributedDataParallel))
             groups = (layer.process_group for layer in replicas)

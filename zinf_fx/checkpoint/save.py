@@ -65,7 +65,7 @@ def save_checkpoint(
     accumulated so far, the states of random generators, and `extra`: models with their gradients, optimizers, whatever
     has `state_dict` and `load_state_dict` (schedulers, scalers, samplers), generators, and plain values, which
     `load_checkpoint` returns. No more than some chunks of it are in memory at a time. All ranks of torch.distributed
-    call it, and each writes its shares; any number of ranks can load it.
+    call it, and each writes its shards; any number of ranks can load it.
 
     When it returns, the checkpoint is on the disk. Until then, the one before is the checkpoint, and stays it whatever
     happens; for so long there must be room for both.

@@ -75,7 +75,7 @@ def _takes_codes(tensor: torch.Tensor, tables: Collection[int]) -> TypeGuard[Sto
     if not isinstance(tensor, StoredTensor) or not isinstance(tensor, torch.nn.Parameter) or id(tensor) in tables:
         return False
     storage = tensor.stored
-    is_whole = not tensor.views and tensor.parameter is tensor and not storage.share.part_of
+    is_whole = not tensor.views and tensor.parameter is tensor and not storage.shard.part_of
     changes = not tensor.requires_grad and tensor.grad is None and not storage.bytes.allocation.is_read_only
     return is_whole and changes and storage.config.frozen_dtype is None
 
@@ -314,8 +314,8 @@ def quantised_as(published: Published, tensor: torch.Tensor) -> Quantised:
 
 
 def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
-    storage, share = tensor.stored, tensor.stored.share
-    owned = share.own if share.partitioned else (range(storage.numel),)
+    storage, shard = tensor.stored, tensor.stored.shard
+    owned = shard.own if shard.partitioned else (range(storage.numel),)
     for part in (part for own in owned for part in pieces_of(own, storage.dtype.itemsize)):
         with overwritten(tensor, part) as memory:
             if elements.dtype == storage.dtype:
@@ -324,5 +324,5 @@ def _fill_stored(tensor: StoredTensor, elements: FileElements) -> None:
                 read = torch.empty(len(part), dtype=elements.dtype, device="cpu")
                 elements.read(read, part.start)
                 memory.copy_(read)
-    share.stale = False
-    share.agreed = share.ranks.size == 1
+    shard.stale = False
+    shard.agreed = shard.ranks.size == 1

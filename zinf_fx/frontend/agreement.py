@@ -61,7 +61,7 @@ class Agreement:
         """Raises: RanksError when other ranks are to run the graph than the parameters were divided over."""
         for graph_input in () if self.alone else inputs:
             if graph_input.is_stored and graph_input.taken.stored.bytes.allocation.is_reserved:
-                divided_over = graph_input.taken.stored.share.ranks.size
+                divided_over = graph_input.taken.stored.shard.ranks.size
                 if divided_over != self._ranks.size:
                     raise RanksError(
                         f"the model was offloaded for {divided_over} rank(s), and {self._ranks.size} are to run it: "

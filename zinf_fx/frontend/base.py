@@ -151,8 +151,8 @@ def _packed(
     shape, dtype = torch.Size(quantised.bytes_shape(parameter.shape)), torch.uint8
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     shards = shards_of(shape, dtype, ranks.shards, config, owners.next(shape.numel()))
-    share = LocalShard(shards, ranks, config.stage == 3)
-    storage = TensorStorage(config, share, Allocation(tiers, "nvme", [share.held], dtype, device_of(device)))
+    shard = LocalShard(shards, ranks, config.stage == 3)
+    storage = TensorStorage(config, shard, Allocation(tiers, "nvme", [shard.held], dtype, device_of(device)))
     storage.label = f"parameter '{name}'"
     twin = as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=quantised))
     fill(twin, files, published)
@@ -172,9 +172,9 @@ def _twin(
     numel, dtype = place.kind.numel, place.kind.dtype
     shards = shards_of(place.shape, dtype, ranks.shards, config)
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    share = LocalShard(shards, ranks, partitioned)
+    shard = LocalShard(shards, ranks, partitioned)
     first, count = 0, numel
-    if share.partitioned:
+    if shard.partitioned:
         if not shards.is_one_part:
             raise ConfigError(
                 f"parameter '{name}' would be one rank's alone, or have several parts on each, and one part of it can "
@@ -185,9 +185,9 @@ def _twin(
     if place.path not in files:
         files[place.path] = tiers.store.open_read_only(place.path)
     extent = FileExtent(files[place.path], place.offset + first * dtype.itemsize, count * dtype.itemsize)
-    allocation = Allocation(tiers, "nvme", [share.held], dtype, device_of(device), extent)
-    storage = TensorStorage(config, share, allocation)
-    storage.share.agreed = True
+    allocation = Allocation(tiers, "nvme", [shard.held], dtype, device_of(device), extent)
+    storage = TensorStorage(config, shard, allocation)
+    storage.shard.agreed = True
     storage.label = f"parameter '{name}'"
     return as_parameter(StoredTensor.of(storage, parameter.shape, device, quantised=place.quantised))
 

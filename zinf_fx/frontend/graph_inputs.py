@@ -258,7 +258,7 @@ def tiles_of(
         asked = None if placement is None else placement.of(name, tensor)
         config = placed(base.config, asked)
         known = tensor.stored.stands_for or tensor.stored
-        trained_by = numbers.setdefault(known.share.ranks, len(numbers))
+        trained_by = numbers.setdefault(known.shard.ranks, len(numbers))
         treatments[token.name] = (_treated(placed(known.config, asked)), trained_by)
         shards = shards_of(base.shape, base.dtype, ranks, config) if ranks > 1 else None
         tiles[token.name] = Tile(

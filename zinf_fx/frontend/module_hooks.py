@@ -137,7 +137,7 @@ def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -
         for number, (place, successor) in enumerate(present)
         if place.memory.is_that_of(parameter) and successor.requires_grad == parameter.requires_grad
     )
-    ranks = before.stored.share.ranks
+    ranks = before.stored.shard.ranks
     number = ranks.of_first(next(same, None), f"whether {what} is tied")
     if number is not None:
         return present[number][1]
@@ -194,7 +194,7 @@ def _store_like(before: Mapping[str, StoredTensor], now: Mapping[str, torch.nn.P
         if type(parameter) is not torch.nn.Parameter or stored_parameter(parameter) is not None:
             continue
         if (
-            not storage.bytes.allocation.is_reserved or storage.share.part_of
+            not storage.bytes.allocation.is_reserved or storage.shard.part_of
         ):  # a plan's, or divided by tensor parallelism
             continue
         if not (is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided):
@@ -216,7 +216,7 @@ def _wrapped(parent: torch.nn.Module, name: str, module: torch.nn.Module | None)
         and (stored := stored_parameter(parameter)) is not None
     ]
     for stored in trained:
-        stored.stored.share.wrapper = weakref.ref(parent)
+        stored.stored.shard.wrapper = weakref.ref(parent)
     if trained:
         nbytes = in_words(sum(stored.numel() * stored.dtype.itemsize for stored in trained))
         warnings.warn(

@@ -196,10 +196,10 @@ def _reserved_twin(
     with torch.inference_mode(False):  # a model may be evaluated before it is trained
         if at is None and stays and (memory := _memory_on_device(part)) is not None:
             at = Allocation(tiers, "device", [numel], dtype, device, on_device=memory), 0
-        share = LocalShard(shards, ranks, placement.stage == 3)
-        at = at or (Allocation(tiers, placement.parameters, [share.held], dtype, device), 0)
-        storage = TensorStorage(config, share, *at)
-        storage.share.part_of = divided_over
+        shard = LocalShard(shards, ranks, placement.stage == 3)
+        at = at or (Allocation(tiers, placement.parameters, [shard.held], dtype, device), 0)
+        storage = TensorStorage(config, shard, *at)
+        storage.shard.part_of = divided_over
         twin = StoredTensor.of(storage, part.shape, part.device, requires_grad, form.quantised)
         if gradient is not None:
             # Of many ranks, each has its own: the next backward pass reduces it with what that adds.
@@ -231,7 +231,7 @@ def with_value(parameter: torch.nn.Parameter, twin: StoredTensor, loaded: Mapped
     """`twin`, with the value and gradient of `parameter` in it or on their way. The value is the first rank's; one that
     was `loaded`, from files that are mapped, is each rank's, where all have it at one place in one file, of which each
     reads its own part alone."""
-    value, ranks = local_part(parameter.detach()), twin.stored.share.ranks
+    value, ranks = local_part(parameter.detach()), twin.stored.shard.ranks
     if bitsandbytes.has_codes(parameter):
         value = value.as_subclass(torch.Tensor)
     what = f"a parameter of shape {tuple(parameter.shape)}"

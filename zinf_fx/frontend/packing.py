@@ -69,8 +69,8 @@ def bring_together(parameters: Iterable[StoredTensor]) -> None:
     candidates = []
     for parameter in sorted(parameters, key=lambda parameter: parameter.stored.key):
         storage = parameter.stored
-        if not storage.share.part_of and parameter.grad is None:  # else it is divided, or held
-            stored_as = (storage.dtype, parameter.device, storage.share.shards, parameter.requires_grad)
+        if not storage.shard.part_of and parameter.grad is None:  # else it is divided, or held
+            stored_as = (storage.dtype, parameter.device, storage.shard.shards, parameter.requires_grad)
             candidates.append(_Candidate(parameter, storage.config, *stored_as))
     for pack in _together(candidates):
         let_through()
@@ -94,7 +94,7 @@ def _together(candidates: Iterable[_Candidate[K]]) -> list[list[K]]:
 def _move(storages: Sequence[TensorStorage]) -> None:
     """Move the bytes of storages of one kind, which nobody uses, to one allocation."""
     first = storages[0]
-    counts = [storage.share.held for storage in storages]
+    counts = [storage.shard.held for storage in storages]
     allocation = Allocation(first.tiers, first.tier, counts, first.dtype, first.device)
     moved = [StoredBytes(allocation, range(n, n + 1), (storage.token,)) for n, storage in enumerate(storages)]
     for storage, there in zip(storages, moved, strict=True):

@@ -202,7 +202,7 @@ def options_given(config: Config | None, options: Mapping[str, object]) -> set[s
 def options_of_states(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
     """The options that stored parameters, by name, were made with, and that can't be others for a graph of theirs."""
     # Shards of what many ranks train consist of tiles.
-    return (*_OF_STATES, "tile") if next(iter(stored.values())).stored.share.ranks.shards > 1 else _OF_STATES
+    return (*_OF_STATES, "tile") if next(iter(stored.values())).stored.shard.ranks.shards > 1 else _OF_STATES
 
 
 def check_not_contradicted(
@@ -321,8 +321,8 @@ def abstract_parameter(
     else:
         form = form_of(parameter, config, tables)
         form = form if form.quantised is not None else Form.of(part)
-    share = LocalShard(Shards.of(form.numel, 1, config.on_nvme))
-    storage = TensorStorage(config, share, Allocation.unreserved(tier, [form.numel], form.dtype))
+    shard = LocalShard(Shards.of(form.numel, 1, config.on_nvme))
+    storage = TensorStorage(config, shard, Allocation.unreserved(tier, [form.numel], form.dtype))
     storage.stands_for = None if stored is None else stored.stored
     device = torch.device("cpu") if part.is_meta else part.device
     twin = StoredTensor.of(storage, part.shape, device, quantised=form.quantised)

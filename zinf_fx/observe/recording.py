@@ -162,7 +162,7 @@ class Recording:
     def _take(self, log: Log, model: torch.nn.Module) -> None:
         """Fill in what was noted. What is not over yet is cut off now."""
         if (stored := _stored_in(model)) is not None:
-            self._ranks = stored.stored.share.ranks
+            self._ranks = stored.stored.shard.ranks
         now, began = time.perf_counter(), log.began
         self._on_host = log.on_host
         slices: dict[int, list[TimelineSlice]] = {run.step: [] for run in log.runs}

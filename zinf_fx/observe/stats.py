@@ -100,7 +100,7 @@ def stats(model: torch.nn.Module) -> Stats:
     arenas = [arena for tiers in all_tiers for arena in tiers.device_arenas.values()]
     counters = [tiers.counters for tiers in all_tiers]
     moved = sum((store.counters() for store in stores), IoCounters())
-    ranks = {p.stored.share.ranks for p in stored}
+    ranks = {p.stored.shard.ranks for p in stored}
     for mesh in {p.whole.device_mesh for p in stored if isinstance(p.whole, DTensor)}:
         ranks.update(on_group for group in mesh.get_all_groups() for on_group in Ranks.on(group))
     devices = {p.device for p in stored if p.device.type == "cuda"}

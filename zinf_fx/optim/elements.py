@@ -70,7 +70,7 @@ def open_window(
     """Open a window where `place` computes. `start` counts the tensor's elements, of which these are held."""
     held = storage.settled()
     window = held.window if place.in_host_memory else held.device_window
-    return window(storage.share.position(start), count, load=load)
+    return window(storage.shard.position(start), count, load=load)
 
 
 def open_elements(tensor: torch.Tensor, place: Device, start: int, count: int) -> AnyWindow:
@@ -113,7 +113,7 @@ def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None 
     divided alike, if it hasn't the target's elements."""
     if not isinstance(value, StoredTensor):
         return value
-    mine, theirs = target.stored.share, value.stored.share
+    mine, theirs = target.stored.shard, value.stored.shard
     alike = (theirs.partitioned and theirs.shards) == (mine.partitioned and (shards or mine.shards))
     return value if alike else value.full_tensor()
 
@@ -121,7 +121,7 @@ def divided_as(target: StoredTensor, value: torch.Tensor, shards: Shards | None 
 def current_chunks(tensor: StoredTensor, itemsize: int | None = None) -> Iterator[range]:
     """Cut the elements that this rank has the present version of into ranges of about `Config.chunk` bytes each.
     `itemsize` is how many bytes of an element count, if not the tensor's."""
-    for current in tensor.stored.share.current:
+    for current in tensor.stored.shard.current:
         yield from pieces_of(current, itemsize or tensor.dtype.itemsize, tensor.stored.config.chunk)
 
 
@@ -131,7 +131,7 @@ def overwritten(target: StoredTensor, part: range) -> Iterator[torch.Tensor]:
     store."""
     storage = target.stored
     storage.tiers.limit_writes(storage.config.chunk)
-    window = storage.settled().window(storage.share.position(part.start), len(part), load=False)
+    window = storage.settled().window(storage.shard.position(part.start), len(part), load=False)
     try:
         yield window.wait()
         window.store()

@@ -189,7 +189,7 @@ def check_can_be_coded(parameter: StoredTensor, dtype: torch.dtype) -> None:
             "division has; use state_dtype=torch.bfloat16"
         )
     storage = parameter.stored
-    shards, on_nvme = storage.share.shards, storage.placement.optimizer == "nvme"
+    shards, on_nvme = storage.shard.shards, storage.placement.optimizer == "nvme"
     if on_nvme and shards.ranks > 1 and len(shards.segments) > 1 and shards.step % PAGE:
         raise OptimizerError(
             f"{what}, which is divided over ranks tile by tile: parts of its codes are no whole pages of the store; "
@@ -404,7 +404,7 @@ def decode_into(
     kind = kind_of(companion_of(name), (name,))
     assert kind is not None
     value = divided_as(target, value)
-    companion = divided_as(target, companion, target.stored.share.shards.in_blocks(kind.elements))
+    companion = divided_as(target, companion, target.stored.shard.shards.in_blocks(kind.elements))
     for part in filter(len, current_chunks(target, torch.float32.itemsize)):
         let_through()
         with ExitStack() as windows:

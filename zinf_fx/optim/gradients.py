@@ -102,7 +102,7 @@ def update_in_chunks(
             return OpenPieces([(tensors[piece.members.start], piece.elements[0]) for piece in slices], place)
 
     try:
-        members = [Member(tensor.stored.share.current) for tensor in tensors]
+        members = [Member(tensor.stored.shard.current) for tensor in tensors]
         with closing(opened_ahead(enumerate(cut(members, elements)), open_pieces)) as opened:
             for chunk in opened:
                 with closing(chunk):
@@ -125,28 +125,28 @@ def _vector_norm(
 ) -> NotImplementedType | torch.Tensor:
     tensor, *rest = args
     order, dims = (rest[0] if rest else 2.0), (rest[1] if len(rest) > 1 else None)
-    if not _is_share(tensor) or dims is not None or len(rest) > 2 or kwargs.get("keepdim") or "out" in kwargs:
+    if not _is_sharded(tensor) or dims is not None or len(rest) > 2 or kwargs.get("keepdim") or "out" in kwargs:
         return NotImplemented
     return _norms_of([tensor], float(order))[0].to(kwargs.get("dtype") or tensor.dtype)
 
 
 def _norms(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> NotImplementedType | list:
     tensors, *rest = args
-    if not any(_is_share(tensor) for tensor in tensors) or len(rest) > 1:
+    if not any(_is_sharded(tensor) for tensor in tensors) or len(rest) > 1:
         return NotImplemented
     order, dtype = float(rest[0] if rest else kwargs.get("ord", 2.0)), kwargs.get("dtype")
-    of_shares = iter(_norms_of([t for t in tensors if _is_share(t)], order))
+    of_shards = iter(_norms_of([t for t in tensors if _is_sharded(t)], order))
     return [
-        next(of_shares).to(dtype or t.dtype) if _is_share(t) else torch.linalg.vector_norm(t, order, dtype=dtype)
+        next(of_shards).to(dtype or t.dtype) if _is_sharded(t) else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in tensors
     ]
 
 
-def _is_share(tensor: object) -> bool:
+def _is_sharded(tensor: object) -> bool:
     """Whether this rank has the present values of some elements only."""
     if not isinstance(tensor, StoredTensor) or tensor.views:
         return False
-    return tensor.stored.share.in_shares
+    return tensor.stored.shard.in_shards
 
 
 def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
@@ -154,8 +154,8 @@ def _norms_of(tensors: list[StoredTensor], order: float) -> list[torch.Tensor]:
     ranks."""
     totals = torch.stack([_part_of_norm(tensor, order) for tensor in tensors]).to(tensors[0].device)
     reduce = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
-    for ranks in dict.fromkeys(tensor.stored.share.ranks for tensor in tensors):
-        theirs = [number for number, tensor in enumerate(tensors) if tensor.stored.share.ranks is ranks]
+    for ranks in dict.fromkeys(tensor.stored.shard.ranks for tensor in tensors):
+        theirs = [number for number, tensor in enumerate(tensors) if tensor.stored.shard.ranks is ranks]
         numbers = totals[theirs]
         ranks.reduce_over_shards(numbers, "norms", reduce)
         totals[theirs] = numbers
@@ -219,10 +219,10 @@ def _run_on_list(operation: torch._ops.OpOverload, args: tuple, kwargs: dict[str
 def _agree_on_infinities(gradients: Sequence[StoredTensor], infinities: torch.Tensor) -> None:
     """Let all ranks that have parts of any of `gradients` know of infinities. (DTensor does this where its first
     gradient is divided.)"""
-    together = dict.fromkeys(gradient.stored.share.ranks for gradient in gradients)
+    together = dict.fromkeys(gradient.stored.shard.ranks for gradient in gradients)
     for gradient in gradients:
         together |= dict.fromkeys(
-            tensor_ranks(gradient.stored.config, group) for group in gradient.stored.share.part_of
+            tensor_ranks(gradient.stored.config, group) for group in gradient.stored.shard.part_of
         )
     for ranks in together:
         ranks.reduce_over_all(infinities, "whether gradients are finite", torch.distributed.ReduceOp.MAX)

@@ -220,8 +220,8 @@ class InPlaceGroup:
 
 def _memory_of(tensor: StoredTensor, place: Device) -> torch.Tensor | None:
     """Return the bytes of a stored tensor in its shape, if they are all it has and live where `place` computes."""
-    share = tensor.stored.share
-    if tensor.views or share.ranks.shards > 1 or state_of(tensor) is GradientState.LOCAL:
+    shard = tensor.stored.shard
+    if tensor.views or shard.ranks.shards > 1 or state_of(tensor) is GradientState.LOCAL:
         return None
     memory = tensor.stored.bytes.in_memory_of(place)
     return None if memory is None else memory.view(tensor.shape)

@@ -341,7 +341,7 @@ def check_non_elementwise(
             f"{why}, and one is a DTensor of tensor parallelism, of which this rank has shape {shape}: use one "
             "that treats each element alone, such as zinf_fx.optim.AdamW"
         )
-    if in_backward and storage.share.ranks.shards > 1:
+    if in_backward and storage.shard.ranks.shards > 1:
         raise OptimizerError(f"{why}, which takes all ranks at the same time: leave step_in_backward out")
     if narrowed:
         raise OptimizerError(f"{why}, whose states keep the dtypes that it gives them: leave {narrowed[0]} out")

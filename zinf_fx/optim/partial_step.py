@@ -81,8 +81,8 @@ def check_loaded(torn: TornStep | None, entry: Mapping[str, Any]) -> None:
         mine = local_part(value)
         if not isinstance(mine, StoredTensor) or mine.stored.bytes.version:
             continue
-        share = mine.stored.share
-        if any(share.own) if share.partitioned else mine.numel():  # this rank holds elements of it
+        shard = mine.stored.shard
+        if any(shard.own) if shard.partitioned else mine.numel():  # this rank holds elements of it
             raise OptimizerError(
                 f"the state '{name}' of a parameter of shape {tuple(mine.shape)} has no values: it was reserved, and "
                 "nothing was loaded into it; call dcp.load before set_state_dict"

@@ -46,7 +46,7 @@ def _in_place(parameters: Sequence[StoredTensor]) -> bool:
     """Whether an optimizer's own code can work on these parameters: all that it touches is on the device."""
     return all(
         p.stored.in_place
-        and p.stored.share.ranks.shards == 1
+        and p.stored.shard.ranks.shards == 1
         and {p.stored.placement.gradients, p.stored.placement.optimizer} == {"device"}
         for p in parameters
     )

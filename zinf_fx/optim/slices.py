@@ -150,7 +150,7 @@ class SliceStates:
         return rows
 
     def _row(self, tensors: Sequence[StoredTensor], elements: Sequence[range]) -> Row:
-        gathers = self.kind.non_elementwise and tensors[0].stored.share.in_shares
+        gathers = self.kind.non_elementwise and tensors[0].stored.shard.in_shards
         return GatheredRow(tensors[0]) if gathers else StoredRow(tensors, elements)
 
     @cached_property
@@ -194,7 +194,7 @@ class _Run(NamedTuple):
     def of(storages: Sequence[TensorStorage], elements: Sequence[range]) -> _Run:
         held = side_by_side([storage.bytes for storage in storages])
         firsts = [
-            storage.bytes.elements.start - held.elements.start + storage.share.position(part.start)
+            storage.bytes.elements.start - held.elements.start + storage.shard.position(part.start)
             for storage, part in zip(storages, elements, strict=True)
         ]
         start, count = (0, held.count) if len(storages) > 1 else (firsts[0], len(elements[0]))
@@ -214,7 +214,7 @@ class StoredRow:
         storages = [tensor.stored for tensor in tensors]
         self._tiers, self._in_buffer = storages[0].tiers, all(storage.buffer_place is not None for storage in storages)
         self._keys = frozenset(storage.key for storage in storages)
-        self._shares = [storage.share for storage in storages]
+        self._local_shards = [storage.shard for storage in storages]
         firsts = [n for n, storage in enumerate(storages) if not n or not storage.bytes.follows(storages[n - 1].bytes)]
         runs = [slice(*ends) for ends in pairwise([*firsts, len(storages)])]
         self._runs = [_Run.of(storages[run], elements[run]) for run in runs]
@@ -227,7 +227,7 @@ class StoredRow:
 
     def open(self, place: Device, load: bool) -> Iterator[Window | DeviceWindow]:
         """Open windows with all of them, where `place` computes, once nothing else is about to change them."""
-        settle(self._tiers, self._keys, self._shares)
+        settle(self._tiers, self._keys, self._local_shards)
         for held, elements, _ in self._runs:
             window = held.window if place.in_host_memory else held.device_window
             yield window(elements.start, len(elements), load=load)

@@ -171,9 +171,9 @@ class ParameterStates:
         self._joined_with = None
 
     @property
-    def in_shares(self) -> bool:
+    def in_shards(self) -> bool:
         """Whether each of many ranks updates its own shard only (ZeRO, stage 1)."""
-        return self.parameter.stored.share.ranks.shards > 1
+        return self.parameter.stored.shard.ranks.shards > 1
 
     @property
     def touched(self) -> list[int]:
@@ -301,8 +301,8 @@ class ParameterStates:
         """
         if self._reserved is not None and self._reserved == (layout, dtype, self.parameter.stored.key):
             return
-        share = self.parameter.stored.share
-        self.updated = share.own if self.in_shares else (range(self.parameter.numel()),)
+        shard = self.parameter.stored.shard
+        self.updated = shard.own if self.in_shards else (range(self.parameter.numel()),)
         self.count = sum(map(len, self.updated))
         if dtype != self.dtype:
             raise OptimizerError(
@@ -400,8 +400,8 @@ class ParameterStates:
             mine = space if space is not None and space.dtype == dtype else new_states([storage], dtype)[0]
         else:  # of many ranks, all have the same
             tier, count = storage.placement.optimizer, shape.numel()
-            share = LocalShard(Shards.of(count, 1, storage.placement.on_nvme))
-            mine = TensorStorage(storage.config, share, Allocation(storage.tiers, tier, [count], dtype, storage.device))
+            shard = LocalShard(Shards.of(count, 1, storage.placement.on_nvme))
+            mine = TensorStorage(storage.config, shard, Allocation(storage.tiers, tier, [count], dtype, storage.device))
         self._keep(name, StoredTensor.of(mine, shape or parameter.shape, parameter.device))
 
     def _keep(self, name: str, tensor: StoredTensor | None) -> None:
@@ -427,7 +427,7 @@ def _alike(mine: StoredTensor, value: StoredTensor) -> bool:
     """Whether `value` has the same elements in the same places."""
     if value.views or (value.shape, value.dtype) != (mine.shape, mine.dtype):
         return False
-    return value.stored.share.shards == mine.stored.share.shards
+    return value.stored.shard.shards == mine.stored.shard.shards
 
 
 class KeptStates:

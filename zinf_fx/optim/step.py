@@ -95,9 +95,9 @@ class StreamedStep:
         torch.autograd.graph.increment_version(batch.users_parameters)
         announce_writes(batch.bytes)
         self._overlaps &= owned or batch.streams_gradients
-        for group, states, _ in batch.in_shares:
-            share = states.parameter.stored.share
-            share.stale |= not (share.partitioned or group.kind.non_elementwise)
+        for group, states, _ in batch.in_shards:
+            shard = states.parameter.stored.shard
+            shard.stale |= not (shard.partitioned or group.kind.non_elementwise)
             self._overlaps &= not group.kind.non_elementwise  # what is collective has its turn
         self._progress.pending |= batch.touched
         self.parameters |= batch.parameters

@@ -118,9 +118,9 @@ class UpdateBatch:
         return {allocation for states in self.states for allocation in states.allocations}
 
     @cached_property
-    def in_shares(self) -> list[Update]:
+    def in_shards(self) -> list[Update]:
         """The updates of parameters of which each of many ranks updates its own shard only."""
-        return [update for update in self.updates if update.states.in_shares]
+        return [update for update in self.updates if update.states.in_shards]
 
     def chunks(self, elements: int) -> list[Chunk]:
         """Return the updates in chunks of at most so many elements, in the order of their parameters' places."""

@@ -62,8 +62,8 @@ class ActivationSlots:
         device = device_of(self._devices[index])
         ranks = self._ranks if tile.partitioned else ALONE
         shards = Shards.of(tile.shape[0], ranks.shards, self._config.own_placement.on_nvme)
-        share = LocalShard(shards, ranks, tile.partitioned)
-        return TensorStorage(self._config, share, Allocation(tiers, tile.tier, [share.held], tile.dtype, device))
+        shard = LocalShard(shards, ranks, tile.partitioned)
+        return TensorStorage(self._config, shard, Allocation(tiers, tile.tier, [shard.held], tile.dtype, device))
 
 
 class _Key(bytearray):

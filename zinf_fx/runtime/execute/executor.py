@@ -258,7 +258,7 @@ class Executor:
         if self._expected is None or self._expected() is not stage:
             self.drop_anticipated()
             self._expected = weakref.ref(stage)
-        if not (storage.in_place or any(member.share.stale for member in storage.members)):  # see [Note: order]
+        if not (storage.in_place or any(member.shard.stale for member in storage.members)):  # see [Note: order]
             stage.anticipated.append(self.tiles.fetch(storage, tile, offset))
 
     def drop_anticipated(self) -> None:

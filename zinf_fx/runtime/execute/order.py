@@ -82,12 +82,12 @@ class CollectiveOrder:
         is_first, self._is_first = self._is_first, False
         many = [ranks for ranks in dict.fromkeys(storages[tile].ranks for tile in self._tiles) if ranks.size > 1]
         # Of each tile that this run refreshes, or of whose gradient it reduces some, which of its parameters.
-        stale = {tile: [member.share.stale for member in storages[tile].members] for tile in self._refreshed}
+        stale = {tile: [member.shard.stale for member in storages[tile].members] for tile in self._refreshed}
         stale = {tile: of_members for tile, of_members in stale.items() if any(of_members)}
         if not many or not (self._compares or stale):
             return True
         reduced = {} if gradients is None else {tile: gradients.reduced_now(tile) for tile in self._reduced}
-        takes_over = is_first and any(not member.share.agreed for _, member in self._replicas(storages))
+        takes_over = is_first and any(not member.shard.agreed for _, member in self._replicas(storages))
         # Of those here, nothing is started again.
         here = [cache.present(storages[tile], self._schedule.tiles[tile]) for tile in self._gathered]
         gathered = [tile is not None and tile.state is TileState.GATHERED for tile in here]
@@ -122,12 +122,12 @@ class CollectiveOrder:
     def _take_over(self, ranks: Ranks, storages: Sequence[StoredTile]) -> None:
         """Give every rank the first one's elements of the replicas that all ranks use in this graph and that eager code
         wrote to on any of them."""
-        replicas = {name: member for name, member in self._replicas(storages) if member.share.ranks is ranks}
-        written = [name for name, member in replicas.items() if not member.share.agreed]
+        replicas = {name: member for name, member in self._replicas(storages) if member.shard.ranks is ranks}
+        written = [name for name, member in replicas.items() if not member.shard.agreed]
         by_rank = ranks.of_all((list(replicas), written), "what eager code wrote to")
         for name in dict.fromkeys(name for _, names in by_rank for name in names):
             if all(name in names for names, _ in by_rank):
-                replicas[name].share.agreed = False
+                replicas[name].shard.agreed = False
                 replicas[name].agree()
 
     def _due_now(self, stale: Mapping[int, Sequence[bool]], reduced: Mapping[int, Sequence[bool]]) -> Iterator[str]:

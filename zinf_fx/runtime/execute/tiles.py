@@ -208,7 +208,7 @@ class GatheredTile(InFlightTile):
         """A collective for each segment. Returns where what of the only part belongs in the whole."""
         (parameter,), rank = stored.members, self._ranks.shard
         places, held = [], 0
-        for segment in parameter.share.shards.within(self._planned.start, self._planned.numel):
+        for segment in parameter.shard.shards.within(self._planned.start, self._planned.numel):
             first, mine = segment.start - self._planned.start, segment.gathered_from(rank)
             own = range(first + mine.start, first + mine.stop)
             self._gathers.append(_Gather(range(first, first + segment.padded), own, segment.owner))

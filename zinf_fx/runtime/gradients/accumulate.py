@@ -59,7 +59,7 @@ def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) 
 
 
 def _new_stored(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> StoredTensor:
-    if not reduced and parameter.stored.share.ranks.size > 1:
+    if not reduced and parameter.stored.shard.ranks.size > 1:
         return local_gradient(parameter, dtype)
     (gradient,) = stored_gradients([parameter], dtype)
     return gradient
@@ -133,7 +133,7 @@ def _accumulate_run(parameters: Sequence[StoredTensor], gradients: Sequence[Grad
     """Accumulate gradients in one transfer. Returns whether that can be: those that are there, or are to be made, live
     side by side, and this rank gets all that it has of them."""
     storage = parameters[0].stored
-    if storage.share.ranks.size > 1:
+    if storage.shard.ranks.size > 1:
         reduced = [gradient for gradient in gradients if isinstance(gradient, ReducedGradient)]
         if len(reduced) < len(gradients) or not (reduced[0].whole or storage.placement.stage >= 2):
             return False
@@ -176,7 +176,7 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
     segments = gradient.segments if is_reduced else ()
     if present is None:
         new = _new_stored(parameter, value.dtype, reduced=is_reduced)
-        if segments and not new.stored.share.partitioned:
+        if segments and not new.stored.shard.partitioned:
             _add_share(new.stored, segments, value, True, offset)
         elif segments:
             new.stored.settled().set(value, offset)
@@ -245,15 +245,15 @@ def _add_share(
     storage: TensorStorage, segments: Sequence[Segment], share: torch.Tensor, first: bool, offset: int | None
 ) -> None:
     """Add `share`, this rank's parts of some segments in a row, or if `first`, write it."""
-    rank = storage.share.ranks.shard
-    if storage.share.partitioned:
+    rank = storage.shard.ranks.shard
+    if storage.shard.partitioned:
         _add_elements(storage, segments[0].held_by(rank).start, share, first, offset)
         return
     for segment in segments:
         own, begin = segment.of_rank(rank), segment.held_by(rank).start - segments[0].held_by(rank).start
         _add_elements(storage, own.start, share[begin : begin + len(own)], first, offset)
         offset = None  # is the place of one
-    storage.share.stale = True
+    storage.shard.stale = True
 
 
 def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, first: bool, offset: int | None) -> None:
@@ -288,12 +288,12 @@ def addends_of(parameters: Sequence[StoredTensor], start: int, count: int) -> Ad
     if len(gradients) > 1:
         run = run_of(gradients)
         return None if run is None else Addends(run.bytes, 0, run.bytes.count)
-    storage, share = gradients[0].stored, parameters[0].stored.share
-    if share.ranks.shards == 1 or state_of(gradients[0]) is GradientState.LOCAL:
+    storage, shard = gradients[0].stored, parameters[0].stored.shard
+    if shard.ranks.shards == 1 or state_of(gradients[0]) is GradientState.LOCAL:
         return Addends(storage.bytes, start, count)
-    if not storage.share.partitioned:
+    if not storage.shard.partitioned:
         return None
-    held = [segment.held_by(share.ranks.shard) for segment in share.shards.within(start, count)]
+    held = [segment.held_by(shard.ranks.shard) for segment in shard.shards.within(start, count)]
     return Addends(storage.bytes, held[0].start, sum(map(len, held)))
 
 
@@ -303,7 +303,7 @@ def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
     name = f"a parameter of shape {tuple(parameter.shape)}"
     with local_taken(parameter) as before:
         if is_reduced_now(parameter):  # ranks may have called other parts of the model
-            parameter.stored.share.ranks.meet(f"the reduction of the gradient of {parameter.stored.name}")
+            parameter.stored.shard.ranks.meet(f"the reduction of the gradient of {parameter.stored.name}")
         arriving, _ = start_reduction([parameter], [gradient], name, [before])
         accumulate([parameter], arriving)
 
@@ -351,7 +351,7 @@ def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.T
     """
     present, gradient = args[:2]
     leaf = accumulated_leaf() if isinstance(present, StoredTensor) else None
-    if leaf is None or present.stored.share.ranks.size == 1 or state_of(present) is not GradientState.STORED:
+    if leaf is None or present.stored.shard.ranks.size == 1 or state_of(present) is not GradientState.STORED:
         return NotImplemented
     parameter = stored_parameter(leaf)
     if parameter is None or not isinstance(parameter.grad, StoredTensor) or parameter.grad.stored is not present.stored:

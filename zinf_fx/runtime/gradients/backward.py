@@ -224,10 +224,10 @@ class BackwardGradients:
             return None
         parameter, _ = leaf
         if due is Due.RETURNED and token not in self._returning:
-            if storage.share.ranks.size > 1:
+            if storage.shard.ranks.size > 1:
                 raise StoredTensorError(
                     "torch.autograd.grad can't return the gradient of a stored parameter of shape "
-                    f"{tuple(parameter.shape)} from compiled code where {storage.share.ranks.size} ranks train it: "
+                    f"{tuple(parameter.shape)} from compiled code where {storage.shard.ranks.size} ranks train it: "
                     "call backward() and read `.grad`, or run the model uncompiled"
                 )
             self._returning[token] = parameter, parameter.grad
@@ -324,7 +324,7 @@ class BackwardGradients:
             return False
         storage = parameter.stored
         pending = storage.gradient
-        if storage.share.ranks.size > 1 or pending.consumer is None or not storage.device.in_host_memory:
+        if storage.shard.ranks.size > 1 or pending.consumer is None or not storage.device.in_host_memory:
             return False
         if id(storage.token) in self._returning:
             return False

@@ -73,7 +73,7 @@ class GradientBuffer:
         self.dtype, self._allocation = first.dtype, first.bytes.allocation
         self._keys = tuple(storage.key for storage in storages)
         self._places = [(parameter.shape, parameter.device) for parameter in parameters]
-        self._returns_memory = first.tier == "host" and first.share.ranks.size == 1
+        self._returns_memory = first.tier == "host" and first.shard.ranks.size == 1
         self._was_acquired = False
         self._runs: dict[range, GradientRun] = {}
 
@@ -121,7 +121,7 @@ class GradientBuffer:
             starts = [place.elements.start - held[0].elements.start for place in held]
             parts = [slice(start, start + place.count) for start, place in zip(starts, held, strict=True)]
             shapes = [
-                (storage.share.held,) if storage.share.partitioned else tuple(self._places[member][0])
+                (storage.shard.held,) if storage.shard.partitioned else tuple(self._places[member][0])
                 for member, storage in zip(members, storages, strict=True)
             ]
             nbytes = sum(place.nbytes for place in held)

@@ -34,9 +34,9 @@ def no_sync() -> Iterator[None]:
         _blocks -= 1
 
 
-def synchronises(share: LocalShard) -> bool:
+def synchronises(shard: LocalShard) -> bool:
     """Whether a backward pass reduces the gradient of the parameter with this local shard now."""
-    wrapper = None if share.wrapper is None else share.wrapper()
+    wrapper = None if shard.wrapper is None else shard.wrapper()
     return not _blocks and (wrapper is None or wrapper.require_backward_grad_sync)
 
 
@@ -56,7 +56,7 @@ class Reduction:
         """Start to reduce `gradients`, of one dtype, which are not changed: those of the elements from `start` on of
         the parameters with these `storages`. `name` is the tile's, for errors."""
         config = storages[0].config
-        self._ranks, self._what = storages[0].share.ranks, f"the gradient of {name}"
+        self._ranks, self._what = storages[0].shard.ranks, f"the gradient of {name}"
         self._purpose = RECORDER.purpose()
         self._dtype = gradients[0].dtype
         self._summed_in = config.reduce_dtype or self._dtype
@@ -66,7 +66,7 @@ class Reduction:
         self._is_there = False
         self.whole = self._ranks.shards == 1
         self._segments: list[Sequence[Segment]] = [
-            () if self.whole else storage.share.shards.within(start, gradient.numel())
+            () if self.whole else storage.shard.shards.within(start, gradient.numel())
             for storage, gradient in zip(storages, gradients, strict=True)
         ]
         self._shapes = [gradient.shape for gradient in gradients]

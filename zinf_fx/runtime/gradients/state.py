@@ -47,10 +47,10 @@ def stored_gradient(parameter: StoredTensor) -> StoredTensor | None:
 
 def is_reduced_now(parameter: StoredTensor) -> bool:
     """Whether a gradient that arrives now is reduced over the ranks at once."""
-    share = parameter.stored.share
-    if share.ranks.size == 1:
+    shard = parameter.stored.shard
+    if shard.ranks.size == 1:
         return False
-    return synchronises(share) or state_of(parameter.grad) not in (GradientState.NONE, GradientState.LOCAL)
+    return synchronises(shard) or state_of(parameter.grad) not in (GradientState.NONE, GradientState.LOCAL)
 
 
 def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
@@ -58,7 +58,7 @@ def local_gradient(parameter: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     are other ranks."""
     storage = parameter.stored
     (stored,) = new_storages([storage], storage.placement.gradients, dtype)
-    if storage.share.ranks.size > 1:
+    if storage.shard.ranks.size > 1:
         stored.gradient_state = GradientState.LOCAL
     return StoredTensor.of(stored, parameter.shape, parameter.device)
 
@@ -68,7 +68,7 @@ def consume_gradient(parameter: StoredTensor, dtype: torch.dtype) -> None:
     storage = parameter.stored
     why = _CONSUMED.format(tuple(parameter.shape))
     nothing = Allocation.unreserved(storage.placement.gradients, [storage.numel], dtype, why=why)
-    stored = TensorStorage(storage.config, LocalShard(storage.share.shards), nothing)
+    stored = TensorStorage(storage.config, LocalShard(storage.shard.shards), nothing)
     stored.gradient_state = GradientState.CONSUMED
     parameter.grad = StoredTensor.of(stored, parameter.shape, parameter.device)
 
@@ -78,7 +78,7 @@ def take_local(parameter: StoredTensor) -> StoredTensor | None:
     gradient = parameter.grad
     if not isinstance(gradient, StoredTensor) or state_of(gradient) is not GradientState.LOCAL:
         return None
-    if not synchronises(parameter.stored.share):
+    if not synchronises(parameter.stored.shard):
         return None
     parameter.grad = None
     return gradient
@@ -104,10 +104,10 @@ def local_taken(parameter: StoredTensor) -> Iterator[StoredTensor | None]:
 def check_may_have_graph(parameter: StoredTensor) -> None:
     """Raises: StoredTensorError where a gradient has to be reduced or consumed now, and can't stay RECORDED."""
     storage = parameter.stored
-    alone = storage.share.ranks.size == 1
+    alone = storage.shard.ranks.size == 1
     if alone and storage.gradient.consumer is None:
         return
-    why = "an optimizer steps in backward" if alone else f"{storage.share.ranks.size} ranks reduce it"
+    why = "an optimizer steps in backward" if alone else f"{storage.shard.ranks.size} ranks reduce it"
     parameter.grad = storage.gradient.take_replaced()
     raise StoredTensorError(
         "backward(create_graph=True) can't leave a gradient with its graph in a stored parameter of shape "

@@ -63,21 +63,21 @@ class Checkpointable(Operand):
 
     def _write_items(self, name: str, tensor: object) -> list[WriteItem]:
         """Return an item for each box that this rank is to save."""
-        share = self.stored.share
+        shard = self.stored.shard
         if self.stored.gradient_state is GradientState.LOCAL:
             raise StoredTensorError(
                 f"'{name}' is a gradient of this rank alone, which no other rank knows: save after a backward pass "
                 "outside of no_sync()"
             )
-        pieces = [piece for own in share.own for piece in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
+        pieces = [piece for own in shard.own for piece in pieces_of(own, self.dtype.itemsize, _nbytes(self.stored))]
         boxes = [box for piece in pieces for box in self._all_of_it.boxes_of(piece)]
         self._note(boxes if self.numel() else [self._all_of_it])
         return write_items(name, self, self._boxes.values())
 
     def _chunk_list(self) -> list[ChunkStorageMetadata]:
         """Return the metadata of each box that this rank is to load."""
-        share = self.stored.share
-        held = share.own if share.partitioned else (range(self.numel()),)
+        shard = self.stored.shard
+        held = shard.own if shard.partitioned else (range(self.numel()),)
         self._note([box for part in held for box in self._all_of_it.boxes_of(part)])
         return chunk_list(self._boxes.values())
 
@@ -181,7 +181,7 @@ class StoredBox(UnreadBox):
         value = own_memory(self.nbytes).view(self.dtype).view(self._box.shape)
         for part in self._parts():
             elements = self._whole.hull(part)
-            held, start = self._stored.settled(), self._stored.share.position(elements.start)
+            held, start = self._stored.settled(), self._stored.shard.position(elements.start)
             there = held.copied(start, len(elements))
             self._in(value, part).copy_(view_of(there, self._whole, elements.start, part))
         return value
@@ -190,12 +190,12 @@ class StoredBox(UnreadBox):
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> None:
         """Set the elements. Raises: StoreError."""
-        share = self._stored.share
+        shard = self._stored.shard
         for part in self._parts():
             with RUNNING.turn(), self._to_be_set(part) as elements:
                 elements.copy_(self._in(value, part))
-        share.stale = False
-        share.agreed = share.ranks.size == 1
+        shard.stale = False
+        shard.agreed = shard.ranks.size == 1
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -227,7 +227,7 @@ class StoredBox(UnreadBox):
         held = storage.settled()
         storage.tiers.limit_writes(PIECE)
         with storage.tiers.stepping():
-            start = storage.share.position(elements.start)
+            start = storage.shard.position(elements.start)
             window = held.window(start, len(elements), load=part.numel < len(elements))
         try:
             yield view_of(window.wait(), self._whole, elements.start, part)
@@ -245,7 +245,7 @@ class StoredBox(UnreadBox):
 def copy_of_own(storage: TensorStorage, shape: torch.Size) -> TensorStorage:
     """Copy what this rank is to save of a stored tensor to NVMe; nothing is gathered. Raises: StoreError."""
     copied, whole = new_storages([storage], "nvme", partitioned=True)[0], Box.whole(shape)
-    for box in (box for own in storage.share.own for box in whole.boxes_of(own)):
+    for box in (box for own in storage.shard.own for box in whole.boxes_of(own)):
         for part in _parts_of(box, whole, _nbytes(storage) // storage.dtype.itemsize):
             StoredBox(copied, whole, part).write(StoredBox(storage, whole, part).value())
     return copied

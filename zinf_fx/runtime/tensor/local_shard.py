@@ -63,7 +63,7 @@ class LocalShard:
         return range(first, first + sum(len(segment.held_by(self.ranks.shard)) for segment in segments))
 
     @property
-    def in_shares(self) -> bool:
+    def in_shards(self) -> bool:
         """Whether each rank has the present version of its own shard only. All ranks answer alike, also where one's
         shard is the whole of a small tensor: collectives depend on it."""
         return self.partitioned or self.stale
@@ -71,7 +71,7 @@ class LocalShard:
     @property
     def current(self) -> tuple[range, ...]:
         """The elements of the tensor that are here, in their present version."""
-        return self.own if self.in_shares else (range(self.shards.numel),)
+        return self.own if self.in_shards else (range(self.shards.numel),)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of a value of the whole tensor: flat, and padded."""
@@ -119,23 +119,23 @@ class Refresh:
         if len(tensors) > 1:
             self._gather_together(tensors, name)
             return
-        ((share, elements),) = tensors
-        for segment in share.shards.segments:
-            own = segment.of_rank(share.ranks.shard)
+        ((shard, elements),) = tensors
+        for segment in shard.shards.segments:
+            own = segment.of_rank(shard.ranks.shard)
             mine, full = elements[own.start : own.stop], elements[segment.start : segment.start + segment.count]
             if segment.padded > segment.count:  # which has no room there
                 mine, target, full = _padded(mine, segment.shard), full, elements.new_empty(segment.padded)
                 self._copies.append((target, full[: segment.count]))
-            self._collectives.append(share.ranks.all_gather(full, mine, name, segment.owner))
+            self._collectives.append(shard.ranks.all_gather(full, mine, name, segment.owner))
 
     def _gather_together(self, tensors: Sequence[tuple[LocalShard, torch.Tensor]], name: str) -> None:
         ranks = tensors[0][0].ranks
-        *starts, end = accumulate((share.shards.size for share, _ in tensors), initial=0)
+        *starts, end = accumulate((shard.shards.size for shard, _ in tensors), initial=0)
         full = tensors[0][1].new_empty(ranks.shards, end)
-        for (share, elements), start in zip(tensors, starts, strict=True):
-            (own,) = share.own
+        for (shard, elements), start in zip(tensors, starts, strict=True):
+            (own,) = shard.own
             full[ranks.shard, start : start + len(own)].copy_(elements[own.start : own.stop])
-            self._copies += by_ranks(elements, full[:, start : start + share.shards.size])
+            self._copies += by_ranks(elements, full[:, start : start + shard.shards.size])
         self._collectives.append(ranks.all_gather(full.view(-1), full[ranks.shard], name))
 
     def wait(self) -> None:

@@ -188,7 +188,7 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[Operand])
             raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
     for tensor in mutated:
         storage = tensor.stored
-        storage.share.agreed = storage.share.ranks.size == 1
+        storage.shard.agreed = storage.shard.ranks.size == 1
         base, quantised = bases.pop(storage.key, None), Quantised.of(tensor.views)
         if base is not None and quantised is not None:
             storage.set(quantised_bytes(base, quantised.format, packed.pop(storage.key, None)))

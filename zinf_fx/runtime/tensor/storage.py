@@ -41,7 +41,7 @@ def new_key() -> int:
     return next(_keys)
 
 
-def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[LocalShard]) -> None:
+def settle(tiers: Tiers, keys: Collection[int], local_shards: Iterable[LocalShard]) -> None:
     """Wait until nothing that goes on in the background is about to change the bytes of storages of the same tiers,
     with these keys and local shards.
 
@@ -50,9 +50,9 @@ def settle(tiers: Tiers, keys: Collection[int], shares: Iterable[LocalShard]) ->
     tiers.check_process()
     if (background := tiers.background) is not None:
         background.settle(keys)
-    for share in shares:
-        if share.refreshing is not None:
-            share.settle()
+    for shard in local_shards:
+        if shard.refreshing is not None:
+            shard.settle()
 
 
 class TensorStorage:
@@ -69,7 +69,7 @@ class TensorStorage:
             counts the writes, so that autograd notices, as for any tensor, a value that changed between forward and
             backward.
         config: the configuration of the model that the tensor belongs to, with the placement decided.
-        share: this rank's local shard of the elements, or all of them.
+        shard: this rank's part of the elements, or all of them.
         gradient: what is known of the gradient of a parameter.
         gradient_state: the state of a gradient: see [Note: states of gradients].
         label: what users know the tensor by.
@@ -86,9 +86,9 @@ class TensorStorage:
 
     _by_key: ClassVar[weakref.WeakValueDictionary[int, TensorStorage]] = weakref.WeakValueDictionary()
 
-    def __init__(self, config: Config, share: LocalShard, allocation: Allocation, member: int = 0) -> None:
+    def __init__(self, config: Config, shard: LocalShard, allocation: Allocation, member: int = 0) -> None:
         """Make the storage whose bytes are a member of an allocation, which has room for what this rank holds."""
-        self.config, self.share = config, share
+        self.config, self.shard = config, shard
         self.gradient: PendingGradient[Any] = PendingGradient()
         self.label: str | None = None
         self._snapshot: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
@@ -126,7 +126,7 @@ class TensorStorage:
 
         Raises: StoredTensorError when there are none, StoreError in another process.
         """
-        settle(self.tiers, (self.key,), (self.share,))
+        settle(self.tiers, (self.key,), (self.shard,))
         return self.bytes
 
     @cached_property
@@ -158,12 +158,12 @@ class TensorStorage:
     @cached_property
     def numel(self) -> int:
         """How many elements the whole tensor has."""
-        return self.share.shards.numel
+        return self.shard.shards.numel
 
     @property
     def in_place(self) -> bool:
         """Whether all bytes live where the device computes, so that `value` gives them themselves."""
-        return self.bytes.on_device is not None and not self.share.partitioned
+        return self.bytes.on_device is not None and not self.shard.partitioned
 
     @cached_property
     def has_plain_gradient(self) -> bool:
@@ -176,7 +176,7 @@ class TensorStorage:
         else gradients are stored tensors, which a step in the background may be reading when the training goes on.
         """
         here = {"device", "host"} if self.device.in_host_memory else {"device"}
-        alone = self.share.ranks.size == 1 and not self.share.part_of
+        alone = self.shard.ranks.size == 1 and not self.shard.part_of
         placement = self.placement
         return alone and self.in_place and {placement.gradients, placement.optimizer} <= here
 
@@ -202,10 +202,10 @@ class TensorStorage:
 
         Collective where the tensor is partitioned, or stale: see [Note: rendezvous].
         """
-        if self.share.in_shares:
-            self.share.ranks.meet(f"the gather of {self.name}")
+        if self.shard.in_shards:
+            self.shard.ranks.meet(f"the gather of {self.name}")
         held = self.refreshed()
-        if self.share.partitioned:
+        if self.shard.partitioned:
             return self._gathered(held)
         if held.on_device is not None:
             return held.on_device
@@ -219,9 +219,9 @@ class TensorStorage:
             return value
 
     def _gathered(self, held: StoredBytes) -> torch.Tensor:
-        full = torch.empty(self.share.shards.padded, dtype=self.dtype, device=self.device.torch_device)
+        full = torch.empty(self.shard.shards.padded, dtype=self.dtype, device=self.device.torch_device)
         with self.brought(held) as own:
-            self.share.gather(full, own, self.name)
+            self.shard.gather(full, own, self.name)
         return full[: self.numel]
 
     @contextmanager
@@ -247,27 +247,27 @@ class TensorStorage:
     def agree(self) -> None:
         """Take over the elements of the first rank, where several ranks have the same ones, and eager code wrote to
         them."""
-        share = self.share
-        if share.agreed or (share.partitioned and share.ranks.replicas == 1):
-            share.agreed = True
+        shard = self.shard
+        if shard.agreed or (shard.partitioned and shard.ranks.replicas == 1):
+            shard.agreed = True
             return
         with self._moving():
             window = self.refreshed().device_window()
             try:
-                share.ranks.broadcast(window.wait(), self.name, among_shards=not share.partitioned)
+                shard.ranks.broadcast(window.wait(), self.name, among_shards=not shard.partitioned)
             except BaseException:
                 window.close()
                 raise
             window.store()
-        share.agreed = True
+        shard.agreed = True
 
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:
         """Write all elements from a tensor of as many elements, as `StoredBytes.set`. Of a partitioned tensor, this
         rank writes its shard."""
         with self._moving():
-            self.settled().set(self.share.cut(value), offset)
-        self.share.stale = False
+            self.settled().set(self.shard.cut(value), offset)
+        self.shard.stale = False
 
     def snapshot(self) -> torch.Tensor:
         """Return `value()`, in the same memory for all who hold it at a time, until the bytes are written. It is to be
@@ -286,7 +286,7 @@ class TensorStorage:
     @held_back
     def spilled(self) -> torch.Tensor:
         """Return `value()`, in the memory of a file that is the caller's."""
-        return spilled(self.value() if self.share.in_shares else self.settled(), self.config.stores[0])
+        return spilled(self.value() if self.shard.in_shards else self.settled(), self.config.stores[0])
 
     def _present_snapshot(self) -> torch.Tensor | None:
         if self._snapshot is None or self._snapshot[1] != self.bytes.version:
@@ -319,15 +319,15 @@ def new_storages(
     """Make uninitialised storages in one allocation for tensors divided over the ranks as those of `storages` are, of
     one model; one element of `dtype` (default: theirs) for so many `elements` of theirs."""
     first, dtype = storages[0], dtype or storages[0].dtype
-    shares = []
+    local_shards = []
     for storage in storages:
-        share = storage.share
-        shards = share.shards if elements == 1 else share.shards.in_blocks(elements)
-        shares.append(new := LocalShard(shards, share.ranks, partitioned))
-        new.part_of = share.part_of
-    allocation = Allocation(first.tiers, tier, [share.held for share in shares], dtype, first.device)
-    both = zip(storages, shares, strict=True)
-    return [TensorStorage(like.config, share, allocation, member) for member, (like, share) in enumerate(both)]
+        shard = storage.shard
+        shards = shard.shards if elements == 1 else shard.shards.in_blocks(elements)
+        local_shards.append(new := LocalShard(shards, shard.ranks, partitioned))
+        new.part_of = shard.part_of
+    allocation = Allocation(first.tiers, tier, [shard.held for shard in local_shards], dtype, first.device)
+    both = zip(storages, local_shards, strict=True)
+    return [TensorStorage(like.config, shard, allocation, member) for member, (like, shard) in enumerate(both)]
 
 
 def new_gradients(storages: Sequence[TensorStorage], dtype: torch.dtype | None = None) -> list[TensorStorage]:
@@ -354,15 +354,15 @@ def new_scales(storages: Sequence[TensorStorage], dtype: torch.dtype, elements: 
 def begin_refresh(storages: Sequence[TensorStorage], name: str) -> list[Refresh]:
     """Start to gather the shards that other ranks updated, in one collective, if the bytes of some are stale. Returns
     what is under way, for which whoever looks at the bytes waits. `name` is for errors."""
-    stale = [storage for storage in storages if storage.share.stale]
+    stale = [storage for storage in storages if storage.shard.stale]
     if stale:
         for storage in stale:
-            storage.share.stale = False
+            storage.shard.stale = False
         with RECORDER.about(kinds=REFRESH):
-            refresh = Refresh([(storage.share, storage.bytes.in_memory) for storage in stale], name)
+            refresh = Refresh([(storage.shard, storage.bytes.in_memory) for storage in stale], name)
         for storage in stale:
-            storage.share.refreshing = refresh
-    return list(dict.fromkeys(storage.share.refreshing for storage in storages if storage.share.refreshing is not None))
+            storage.shard.refreshing = refresh
+    return list(dict.fromkeys(storage.shard.refreshing for storage in storages if storage.shard.refreshing is not None))
 
 
 def spilled(value: StoredBytes | torch.Tensor, directory: Path) -> torch.Tensor:

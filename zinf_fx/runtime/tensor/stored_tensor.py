@@ -125,7 +125,7 @@ class StoredTensor(Checkpointable):
         values."""
         shape = torch.Size(shape)
         stored_shape = shape if quantised is None else torch.Size(quantised.bytes_shape(shape))
-        device, is_part = torch.device(device), bool(storage.share.part_of)
+        device, is_part = torch.device(device), bool(storage.shard.part_of)
         base = Base(stored_shape, storage.dtype, device, storage.tier, storage.config, is_part)
         if quantised is None:
             return cls(storage.token, base, storage=storage, requires_grad=requires_grad)
@@ -167,12 +167,12 @@ class StoredTensor(Checkpointable):
         """Return this rank's shard as an ordinary tensor: flat, and without padding, where the tensor is partitioned;
         else the full value."""
         storage = self.stored
-        if not storage.share.partitioned:
+        if not storage.shard.partitioned:
             return self.full_tensor()
         if self.views:
             raise StoredTensorError("to_local() of a view of a partitioned tensor: ask for that of the whole tensor")
         with storage.brought(storage.settled()) as held:
-            own = [held[storage.share.position(part.start) :][: len(part)] for part in storage.share.own]
+            own = [held[storage.shard.position(part.start) :][: len(part)] for part in storage.shard.own]
             return torch.cat(own)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -250,13 +250,13 @@ class StoredTensor(Checkpointable):
         what = f".data of a stored tensor of shape {shape} and {self.dtype} can't become a tensor of "
         what += f"shape {tuple(value.shape)} and {value.dtype}"
         whole = isinstance(self, torch.nn.Parameter) and self._local_of is None and not self.views
-        if not whole or storage.share.part_of or value.layout != torch.strided or value.device != self.device:
+        if not whole or storage.shard.part_of or value.layout != torch.strided or value.device != self.device:
             raise StoredTensorError(f"{what}: make a new parameter instead")
         if self.grad is not None:
             raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
         with torch.inference_mode(False):
             twin = as_parameter(stored_again(self, value.dtype, self.device, value)).requires_grad_(self.requires_grad)
-        twin.stored.share.agreed = storage.share.ranks.size == 1
+        twin.stored.shard.agreed = storage.shard.ranks.size == 1
         take_implementation(self, twin)
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
@@ -472,22 +472,22 @@ class StoredTensor(Checkpointable):
 def stored_again(tensor: S, dtype: torch.dtype, device: torch.device, value: torch.Tensor | None = None) -> S:
     """Make a stored tensor with the value of this one, or with `value` of any shape. Of a quantised one, the bytes are
     the same, and give values of `dtype`."""
-    storage, share, target = tensor.stored, tensor.stored.share, device_of(device)
+    storage, shard, target = tensor.stored, tensor.stored.shard, device_of(device)
     quantised = Quantised.of(tensor.views)
     if quantised is not None and tensor.views == quantised.steps(tensor.shape) and value is None:
         quantised = quantised._replace(dtype=dtype)
-        form, shape, shards = Form(tensor.base.shape, tensor.base.dtype, quantised), tensor.shape, share.shards
+        form, shape, shards = Form(tensor.base.shape, tensor.base.dtype, quantised), tensor.shape, shard.shards
         source = storage.value()
     else:
         shape = tensor.shape if value is None else value.shape
-        form, shards = Form(shape, dtype), share.shards
+        form, shards = Form(shape, dtype), shard.shards
         if dtype != tensor.base.dtype or tensor.views or value is not None:
-            shards = shards_of(shape, dtype, share.ranks.shards, storage.config, shards.owner)
+            shards = shards_of(shape, dtype, shard.ranks.shards, storage.config, shards.owner)
         source = tensor.gathered() if value is None else value
-    mine = LocalShard(shards, share.ranks, share.partitioned)
+    mine = LocalShard(shards, shard.ranks, shard.partitioned)
     twin = TensorStorage(storage.config, mine, Allocation(storage.tiers, storage.tier, [mine.held], form.dtype, target))
     twin.set(source)
-    twin.share.take_state(share)
+    twin.shard.take_state(shard)
     twin.gradient_state = storage.gradient_state
     twin.label = storage.label
     return type(tensor).of(twin, shape, target.torch_device, quantised=form.quantised)
@@ -498,10 +498,10 @@ def stored_as(tensor: S, quantised: Quantised) -> S:
 
     Raises: StoreError when there is no room.
     """
-    storage, share = tensor.stored, tensor.stored.share
+    storage, shard = tensor.stored, tensor.stored.shard
     shape, dtype = quantised.bytes_shape(tensor.shape), torch.uint8
-    shards = shards_of(shape, dtype, share.ranks.shards, storage.config, share.shards.owner)
-    mine = LocalShard(shards, share.ranks, share.partitioned)
+    shards = shards_of(shape, dtype, shard.ranks.shards, storage.config, shard.shards.owner)
+    mine = LocalShard(shards, shard.ranks, shard.partitioned)
     allocation = Allocation(storage.tiers, storage.tier, [mine.held], dtype, device_of(tensor.device))
     twin = TensorStorage(storage.config, mine, allocation)
     twin.label = storage.label

@@ -59,7 +59,7 @@ class StoredTile:
 
     def __init__(self, storages: Sequence[TensorStorage], planned: Tile) -> None:
         """Raises: RanksError for parameters that different ranks train."""
-        if len({storage.share.ranks for storage in storages}) > 1:
+        if len({storage.shard.ranks for storage in storages}) > 1:
             raise RanksError(
                 f"{planned.label} move together, and different process groups train them: offload them with pack=None"
             )
@@ -68,7 +68,7 @@ class StoredTile:
         self._planned, self._key = planned, new_key() if planned.members else None
         self.tiers, self.device, self.placement = first.tiers, first.device, first.placement
         self.gradients_live_in = self.tiers, self.placement.gradients
-        self.ranks, self.partitioned = first.share.ranks, first.share.partitioned
+        self.ranks, self.partitioned = first.shard.ranks, first.shard.partitioned
         self._every_tiers = {storage.tiers for storage in storages}
         self._storages = [weakref.ref(storage) for storage in storages]
         self.order = sorted(range(len(storages)), key=lambda number: storages[number].key)
@@ -124,9 +124,9 @@ class StoredTile:
     def settled(self) -> None:
         """Return once nothing that goes on in the background is about to change the parts."""
         members = self.members
-        keys, shares = frozenset([storage.key for storage in members]), [storage.share for storage in members]
+        keys, local_shards = frozenset([storage.key for storage in members]), [storage.shard for storage in members]
         for tiers in self._every_tiers:
-            settle(tiers, keys, shares)
+            settle(tiers, keys, local_shards)
 
     def begin_refresh(self) -> list[Refresh]:
         """Begin to refresh all members in one collective: see the function of this name."""
@@ -151,7 +151,7 @@ class StoredTile:
             of_run: dict[int, range] = {}
             for number in run:
                 first, shape = shapes[number]
-                own = storages[number].share.held_of(first, math.prod(shape))
+                own = storages[number].shard.held_of(first, math.prod(shape))
                 before = held[number].elements.start - together.elements.start
                 of_run[number] = range(before + own.start, before + own.stop)
             elements = range(of_run[run[0]].start, of_run[run[-1]].stop)
