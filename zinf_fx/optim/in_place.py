@@ -39,7 +39,7 @@ class InPlaceParameter:
     Attributes:
         parameter: as users have it.
         place: the device that updates it.
-        layout: that of its states.
+        layout: the layout of its states.
         entry: what the optimizer shows of its states.
         value: its bytes, in its shape.
         weights: what the class updates: `value` or, where there is a master, the bytes of that, in the same shape.
@@ -113,8 +113,8 @@ class InPlaceBatch:
     Attributes:
         place: the device that updates them.
         members: all of them have masters, or none has.
-        parameters: those of the members.
-        dtypes: those of the parameters.
+        parameters: the members' parameters.
+        dtypes: the dtypes of the parameters.
         rounded: the bytes of parameters with masters, which take the values of these.
         written: the tensors by whose versions autograd sees that an update writes.
         lists: what the class steps, with its states.

@@ -62,7 +62,7 @@ class GradientBuffer:
     acquire the same memory, if nobody else has it by then.
 
     Attributes:
-        dtype: of the gradients.
+        dtype: the dtype of the gradients.
     """
 
     def __init__(self, parameters: Sequence[StoredTensor], dtype: torch.dtype | None = None) -> None:

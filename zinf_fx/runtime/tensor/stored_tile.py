@@ -49,8 +49,8 @@ class StoredTile:
     As a rule those of a pack live side by side, and all are one part.
 
     Attributes:
-        order: of the members, by number: as their parameters were made.
-        tiers, device, ranks, placement: those of the first.
+        order: the numbers of the members in the order in which their parameters were made.
+        tiers, device, ranks, placement: those of the first member.
         gradients_live_in: the memories of its gradients, and which of these.
         partitioned: whether each rank has its shard of the members alone.
         in_place: whether all bytes of the members live where the device computes.

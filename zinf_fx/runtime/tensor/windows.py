@@ -290,8 +290,8 @@ class DeviceWindow(_Lifecycle):
         """Take device memory, and start the copy to it: now or, if the elements are not in host memory yet, in `wait`.
 
         Either way the copy follows what the device was told to compute before now, and not what it is told meanwhile.
-        `offset`: where a plan has a place for the elements in the device's arena; only for reading, because the values
-        must not outlive the window.
+        `offset` is where a plan has a place for the elements in the device's arena; it is for reading only, because the
+        values must not outlive the window.
         """
         if self.state is READING:
             self._copy = self._device.upload(self._place(offset))
