@@ -47,9 +47,8 @@ static struct zinf_kept kept(size_t count, int kind, uint8_t **arrays, size_t *n
 }
 
 /* The sum of all bits after two steps in a format, which is that of any way. */
-static uint64_t updated(int gradient, int master, int moments, const int *way)
+static uint64_t updated(const struct zinf_options *options, int gradient, int master, int moments, const int *way)
 {
-    const struct zinf_adam options = {-1, 0.1f, 1, 0.1f, 0.99f, 0.01f, 1e-8f, 1, 16};
     struct zinf_operands operands[OPERANDS];
     uint8_t *arrays[OPERANDS][ARRAYS] = {{NULL}};
     size_t nbytes[OPERANDS][ARRAYS] = {{0}};
@@ -60,13 +59,12 @@ static uint64_t updated(int gradient, int master, int moments, const int *way)
         all.master = kept(counts[i], master, &arrays[i][1], &nbytes[i][1]);
         if (master == ZINF_SPLIT || gradient != ZINF_FP32)
             all.weight = kept(counts[i], gradient == ZINF_FP16 ? ZINF_FP16 : ZINF_BF16, &arrays[i][3], &nbytes[i][3]);
-        all.exp_avg = kept(counts[i], moments, &arrays[i][4], &nbytes[i][4]);
-        all.exp_avg_sq = kept(counts[i], moments, &arrays[i][6], &nbytes[i][6]);
-        all.max_exp_avg_sq = kept(counts[i], moments, &arrays[i][8], &nbytes[i][8]);
+        for (int k = 0; k < ZINF_STATES; k++)
+            all.states[k] = kept(counts[i], moments, &arrays[i][4 + 2 * k], &nbytes[i][4 + 2 * k]);
         operands[i] = all;
     }
     for (int step = 0; step < 2; step++)
-        zinf_update_adam(&options, operands, OPERANDS, way[0], (unsigned)way[1]);
+        zinf_update(options, operands, OPERANDS, way[0], (unsigned)way[1]);
     uint64_t sum = 0;
     for (int i = 0; i < OPERANDS; i++)
         for (int k = 0; k < ARRAYS; k++) {
@@ -76,23 +74,35 @@ static uint64_t updated(int gradient, int master, int moments, const int *way)
     return sum;
 }
 
+static const struct zinf_options rules[] = {
+    {.rule = ZINF_ADAM, .direction = -1, .weight_decay = 0.1f, .shrinking = 1, .exp_avg_rate = 0.1f, .beta2 = 0.99f,
+     .exp_avg_sq_rate = 0.01f, .eps = 1e-8f, .amsgrad = 1, .vector = 16},
+    {.rule = ZINF_SGD, .direction = 1, .momentum = 0.9f, .momentum_rate = 0.7f, .nesterov = 1, .vector = 1},
+};
+
+/* Whether all ways have the same result. */
+static int are_same(const struct zinf_options *options, int gradient, int master, int moments)
+{
+    const uint64_t plain = updated(options, gradient, master, moments, ways[0]);
+    for (int way = 1; way < WAYS; way++)
+        if (ways[way][0] <= zinf_instructions() && updated(options, gradient, master, moments, ways[way]) != plain) {
+            fprintf(stderr, "rule %d, gradients %d, master %d, moments %d: way %d has another result\n", options->rule,
+                    gradient, master, moments, way);
+            return 0;
+        }
+    return 1;
+}
+
 int main(void)
 {
     static const int gradients[] = {ZINF_FP32, ZINF_BF16, ZINF_FP16}, moments[] = {ZINF_FP32, ZINF_BF16, ZINF_CODES};
     for (int code = 0; code < 256; code++) numbers[code] = (float)code / 256;
     for (int upper = 0; upper < 65536; upper++) places[upper] = (uint32_t)(upper / 256) << 16 | 0x1234;
-    for (int i = 0; i < 3; i++)
-        for (int splits = 0; splits < 2 - (gradients[i] == ZINF_FP16); splits++)
-            for (int k = 0; k < 3; k++)
-                for (int way = 0; way < WAYS; way++) {
-                    const int master = splits ? ZINF_SPLIT : ZINF_FP32;
-                    if (ways[way][0] > zinf_instructions() && ways[way][0] != ZINF_PLAIN)
-                        continue;
-                    if (updated(gradients[i], master, moments[k], ways[way]) !=
-                        updated(gradients[i], master, moments[k], ways[0])) {
-                        fprintf(stderr, "gradients %d, split %d, moments %d: way %d has another result\n", i, splits, k, way);
+    for (int rule = 0; rule < 2; rule++)
+        for (int i = 0; i < 3; i++)
+            for (int splits = 0; splits < 2 - (gradients[i] == ZINF_FP16); splits++)
+                for (int k = 0; k < 3; k++)
+                    if (!are_same(&rules[rule], gradients[i], splits ? ZINF_SPLIT : ZINF_FP32, moments[k]))
                         return 1;
-                    }
-                }
     return 0;
 }

@@ -41,9 +41,15 @@ class Values:
 
 
 def made(
-    values: Values, count: int, weight: torch.dtype, gradient: torch.dtype, state: object, splits: bool
+    values: Values,
+    count: int,
+    weight: torch.dtype,
+    gradient: torch.dtype,
+    state: object,
+    splits: bool,
+    names: tuple[str, ...] = MOMENTS,
 ) -> Operands:
-    """Elements in these formats, after three steps."""
+    """Elements in these formats, after three steps, with these states: Adam's, or SGD's."""
     masters = values(count)
     parameter = masters.to(weight)
     master: dict[str, torch.Tensor] = {}
@@ -56,14 +62,15 @@ def made(
     elif weight != FP32:
         master = {MASTER: masters}
     states = {}
-    for name, moment in zip(MOMENTS, (values(count, 0.1), values(count, 0.01).abs()), strict=True):
+    for name, moment in zip(names, (values(count, 0.1), values(count, 0.01).abs()), strict=False):
         if state == "8bit":
             codes, scales = torch.empty(count, dtype=torch.uint8), torch.empty(SCALES.shape([count]))
             encode(name, moment, codes, scales)
             states |= {name: codes, companion_of(name): scales}
         else:
             states[name] = moment.to(state)
-    return Operands(parameter, values(count).to(gradient), master, states, MOMENTS, {"step": torch.tensor(3.0)})
+    numbers = {"step": torch.tensor(3.0)} if names == MOMENTS else {}
+    return Operands(parameter, values(count).to(gradient), master, states, names, numbers)
 
 
 def borrowed(kind: str, **options: object) -> torch.optim.Optimizer:
@@ -88,7 +95,7 @@ def tensors(operands: Operands) -> Iterator[tuple[str, torch.Tensor]]:
 
 def with_largest(operands: list[Operands], inner: torch.optim.Optimizer) -> list[Operands]:
     """Operands that have the states of an optimizer, amsgrad's among them where it has that."""
-    for of_parameter in operands if inner.param_groups[0]["amsgrad"] else ():
+    for of_parameter in operands if inner.param_groups[0].get("amsgrad") else ():
         for name in [name for name in of_parameter.states if name.startswith("exp_avg_sq")]:
             of_parameter.states[f"max_{name}"] = of_parameter.states[name].clone()
         of_parameter.present = (*MOMENTS, "max_exp_avg_sq")
@@ -134,7 +141,17 @@ OPTIONS = [
     ("AdamW", {"amsgrad": True}),
     ("Adam", {"lr": 1e-2}),
     ("Adam", {"weight_decay": 0.1, "betas": (0.5, 0.99), "eps": 1e-6, "lr": torch.tensor(1e-2)}),
+    ("SGD", {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    ("SGD", {"lr": torch.tensor(1e-2), "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
 ]
+
+
+def names_of(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of the states that `made` makes for an optimizer."""
+    if isinstance(inner, torch.optim.SGD):
+        return ("momentum_buffer",) if inner.param_groups[0]["momentum"] else ()
+    return MOMENTS
 
 
 @pytest.mark.parametrize("instructions", HERE)
@@ -143,30 +160,33 @@ def test_every_format_is_updated_as_by_the_class(kind: str, options: dict[str, o
     inner = borrowed(kind, **options)
     for seed, (weight, gradient, state, splits) in enumerate(FORMATS):
         values = Values(seed, special=bool(seed % 2))
-        mine = with_largest([made(values, count, weight, gradient, state, splits) for count in COUNTS], inner)
+        names = names_of(inner)
+        mine = with_largest([made(values, count, weight, gradient, state, splits, names) for count in COUNTS], inner)
         theirs = copy.deepcopy(mine)
         for _ in range(2):
-            assert has_kernel(inner) and NativeOperands(mine).update(inner, INSTRUCTIONS[instructions])
+            native = NativeOperands.of(inner, mine) if has_kernel(inner) else None
+            assert native is not None and native.update(inner, INSTRUCTIONS[instructions])
             by_class(inner, theirs, monkeypatch)
             check_same(mine, theirs)
 
 
 @pytest.mark.parametrize("state", [FP32, BF16, "8bit"])
-def test_first_step(state: object, monkeypatch):
-    inner, values = borrowed("AdamW"), Values(0, special=False)
-    mine = [made(values, count, BF16, BF16, state, False) for count in COUNTS]
+@pytest.mark.parametrize(("kind", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9, "dampening": 0.5})], ids=str)
+def test_first_step(kind: str, options: dict[str, object], state: object, monkeypatch):
+    inner, values = borrowed(kind, **options), Values(0, special=False)
+    mine = [made(values, count, BF16, BF16, state, False, names_of(inner)) for count in COUNTS]
     for operands in mine:
         operands.present, operands.numbers = (), {}
     theirs = copy.deepcopy(mine)
     assert update.update_elements(inner, mine, None) is None
     for operands in mine:
-        operands.present = MOMENTS
+        operands.present = names_of(inner)
     by_class(inner, theirs, monkeypatch)
     check_same(mine, theirs)
     native = update.update_elements(inner, mine, None)
     assert isinstance(native, NativeOperands) and update.update_elements(inner, mine, None, native) is native
     for operands in theirs:
-        operands.present = MOMENTS
+        operands.present = names_of(inner)
     by_class(inner, theirs, monkeypatch)
     by_class(inner, theirs, monkeypatch)
     check_same(mine, theirs)
@@ -208,4 +228,4 @@ def test_what_no_kernel_knows_is_the_class_business():
 
 def test_kernels_are_used_here():
     capability = torch.backends.cpu.get_cpu_capability()
-    assert capability not in ("AVX2", "AVX512") or all(map(kernels._rounds_alike, (False, True)))
+    assert capability not in ("AVX2", "AVX512") or all(map(kernels._rounds_alike, (False, True, None)))

@@ -9,6 +9,7 @@ from zinf_fx.native._engine import ffi, lib
 
 FP32, BF16, FP16 = lib.ZINF_FP32, lib.ZINF_BF16, lib.ZINF_FP16
 CODES, SPLIT = lib.ZINF_CODES, lib.ZINF_SPLIT
+ADAM, SGD = lib.ZINF_ADAM, lib.ZINF_SGD
 INSTRUCTIONS = {"plain": lib.ZINF_PLAIN, "avx2": lib.ZINF_AVX2, "avx512": lib.ZINF_AVX512}
 """The sets of instructions that updates are compiled for, the best last."""
 INTEGERS, E4M3, PAIRS, PLACES = lib.ZINF_INTEGERS, lib.ZINF_E4M3, lib.ZINF_PAIRS, lib.ZINF_PLACES
@@ -42,9 +43,9 @@ def best_instructions() -> int:
     return lib.zinf_instructions()
 
 
-def update_adam(options: Mapping[str, float], operands: Any, instructions: int, threads: int) -> None:
-    """Update `new_operands`. `options`: a `struct zinf_adam`. Other threads run meanwhile."""
-    lib.zinf_update_adam(ffi.new("struct zinf_adam *", dict(options)), operands, len(operands), instructions, threads)
+def update(options: Mapping[str, float], operands: Any, instructions: int, threads: int) -> None:
+    """Update `new_operands`. `options`: a `struct zinf_options`. Other threads run meanwhile."""
+    lib.zinf_update(ffi.new("struct zinf_options *", dict(options)), operands, len(operands), instructions, threads)
 
 
 def new_operands(operands: Sequence[Mapping[str, object]]) -> Any:

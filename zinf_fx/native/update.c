@@ -41,11 +41,11 @@
 
 #pragma GCC pop_options
 
-typedef void adam_blocks(const struct zinf_adam *options, const struct zinf_operands *operands, size_t first,
-                        size_t count);
+typedef void update(const struct zinf_options *options, const struct zinf_operands *operands, size_t first,
+                    size_t count);
 
 #ifdef HAS_PROCESSORS
-static adam_blocks *const of_instructions[] = {adam_plain, adam_avx2, adam_avx512};
+static update *const of_instructions[] = {update_plain, update_avx2, update_avx512};
 
 int zinf_instructions(void)
 {
@@ -54,15 +54,15 @@ int zinf_instructions(void)
     return __builtin_cpu_supports("x86-64-v3") ? ZINF_AVX2 : ZINF_PLAIN;
 }
 #else
-static adam_blocks *const of_instructions[] = {adam_plain, adam_plain, adam_plain};
+static update *const of_instructions[] = {update_plain, update_plain, update_plain};
 
 int zinf_instructions(void) { return ZINF_PLAIN; }
 #endif
 
-struct adam {
-    const struct zinf_adam *options;
+struct updates {
+    const struct zinf_options *options;
     const struct zinf_operands *operands;
-    adam_blocks *blocks; /* for whole blocks */
+    update *blocks; /* for whole blocks */
 };
 
 static size_t blocks_of(const struct zinf_operands *operands)
@@ -71,9 +71,9 @@ static size_t blocks_of(const struct zinf_operands *operands)
 }
 
 /* Units are blocks, those of all operands in turn. */
-static void adam_share(void *work, size_t first, size_t behind)
+static void update_share(void *work, size_t first, size_t behind)
 {
-    const struct adam all = *(struct adam *)work;
+    const struct updates all = *(struct updates *)work;
     const struct zinf_operands *operands = all.operands;
     for (size_t before = 0; before < behind; before += blocks_of(operands++)) {
         size_t here = blocks_of(operands), end = behind - before < here ? behind - before : here;
@@ -84,16 +84,16 @@ static void adam_share(void *work, size_t first, size_t behind)
         if (stop - start > (left ? ZINF_BLOCK : 0))
             all.blocks(all.options, operands, start, stop - start - (left ? ZINF_BLOCK : 0));
         if (left)
-            adam_plain(all.options, operands, operands->count - left, left);
+            update_plain(all.options, operands, operands->count - left, left);
     }
 }
 
-void zinf_update_adam(const struct zinf_adam *options, const struct zinf_operands *operands, size_t number,
-                      int instructions, unsigned threads)
+void zinf_update(const struct zinf_options *options, const struct zinf_operands *operands, size_t number,
+                 int instructions, unsigned threads)
 {
-    struct adam all = {options, operands, of_instructions[instructions]};
+    struct updates all = {options, operands, of_instructions[instructions]};
     size_t units = 0, values = 0;
     for (size_t i = 0; i < number; i++)
         units += blocks_of(&operands[i]), values += operands[i].count;
-    zinf_divide(adam_share, &all, units, values, threads);
+    zinf_divide(update_share, &all, units, values, threads);
 }

@@ -1,6 +1,7 @@
-/* One step of Adam or AdamW over elements that are kept in few bits, in one pass over memory.
+/* One step of Adam, AdamW or SGD over elements that are kept in few bits, in one pass over memory.
  *
- * Arithmetic is in fp32, and each operation is that of PyTorch's fused kernel for fp32 on the CPU, in its order. What is
+ * Arithmetic is in fp32, and each operation is that of PyTorch's fused kernel for fp32 on the CPU,
+     in its order. What is
  * kept is decoded, updated and encoded block by block, in the first cache. The result is the same to the bit for every
  * set of instructions and any number of threads.
  */
@@ -20,6 +21,11 @@
 
 /* Elements of a block of codes. */
 #define ZINF_BLOCK 256
+
+/* Rules, and the most states that one has. */
+#define ZINF_ADAM 0
+#define ZINF_SGD 1
+#define ZINF_STATES 3
 
 /* Instructions. */
 #define ZINF_PLAIN 0
@@ -48,22 +54,26 @@ struct zinf_operands {
     struct zinf_kept gradient; /* in fp32, bf16 or fp16 */
     struct zinf_kept master;   /* in fp32 or split */
     struct zinf_kept weight;   /* in bf16 or fp16: the master, rounded; or its values are NULL, and there is none */
-    struct zinf_kept exp_avg, exp_avg_sq;
-    struct zinf_kept max_exp_avg_sq; /* with amsgrad */
-    float step_size;                 /* less than 0: -lr / (1 - beta1 ** step) */
-    float root;                      /* sqrt(1 - beta2 ** step) */
+    struct zinf_kept states[ZINF_STATES]; /* exp_avg, exp_avg_sq, and max_exp_avg_sq with amsgrad; or momentum_buffer */
+    float step_size;                      /* less than 0: -lr, which Adam divides by 1 - beta1 ** step */
+    float root;                           /* of Adam: sqrt(1 - beta2 ** step) */
 };
 
-struct zinf_adam {
+struct zinf_options {
+    int rule;           /* ZINF_ADAM or ZINF_SGD */
     float direction;    /* 1; -1 to maximize */
-    float weight_decay; /* of Adam, which adds it to the gradient; or 0 */
+    float weight_decay; /* of Adam and SGD, which add it to the gradient; or 0 */
     float shrinking;    /* of AdamW: 1 - lr * weight_decay; or 1 */
     float exp_avg_rate; /* 1 - beta1 */
     float beta2;
     float exp_avg_sq_rate; /* 1 - beta2 */
     float eps;
     int amsgrad;
-    unsigned vector; /* elements of a vector of PyTorch's kernel, whose maximum of NaN and a number is NaN; behind the last
+    float momentum;      /* of SGD, which without it has no states */
+    float momentum_rate; /* 1 - dampening */
+    int nesterov;
+    unsigned vector; /* elements of a vector of PyTorch's kernel,
+        whose maximum of NaN and a number is NaN; behind the last
                       * vector, it is what was the maximum before */
 };
 
@@ -71,8 +81,8 @@ struct zinf_adam {
 int zinf_instructions(void);
 
 /* Update `number` operands, on at most `threads` threads: see threads.h. */
-void zinf_update_adam(const struct zinf_adam *options, const struct zinf_operands *operands, size_t number,
-                      int instructions, unsigned threads);
+void zinf_update(const struct zinf_options *options, const struct zinf_operands *operands, size_t number,
+                 int instructions, unsigned threads);
 
 /* cdef end */
 

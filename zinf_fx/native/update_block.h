@@ -115,62 +115,91 @@ ALWAYS void NAMED(encode)(const struct NAMED(state) *state, size_t i)
     NAMED(to_codes)((uint8_t *)kept->values + state->first + i, quotients, kept->map->places);
 }
 
-ALWAYS void NAMED(adam_blocks)(const struct zinf_adam *options, const struct zinf_operands *operands, size_t first,
-                               size_t count)
+/* What is the same for all elements. */
+struct NAMED(constants) {
+    struct zinf_options o;
+    struct NAMED(divisor) root;
+    V step_size, exp_avg_rate;
+    int is_new;
+};
+
+/* `in_vectors`: whether PyTorch's kernel does this by vectors; `propagates`: see maximum_plain. */
+ALWAYS void NAMED(adam)(const struct NAMED(constants) *c, int in_vectors, int propagates, int amsgrad, V gradient,
+                        V *master, V *exp_avg, V *exp_avg_sq, V *largest)
 {
-    const struct zinf_adam o = *options;
+    const int is_small = c->o.exp_avg_rate < 0.5f;
+    *exp_avg = FMA(c->exp_avg_rate, gradient - *exp_avg, is_small ? *exp_avg : gradient);
+    /* Which of two products PyTorch's kernel doesn't round is its compiler's choice. */
+    const V product = ALL(c->o.exp_avg_sq_rate) * gradient;
+    if (in_vectors)
+        *exp_avg_sq = FMA(product, gradient, *exp_avg_sq * ALL(c->o.beta2));
+    else
+        *exp_avg_sq = FMA(*exp_avg_sq, ALL(c->o.beta2), product * gradient);
+    V square = *exp_avg_sq;
+    if (amsgrad)
+        square = *largest = NAMED(maximum)(*largest, square, propagates);
+    /* The root is at most 1. Where the deviation is infinite, what multiplications make of it is NaN. */
+    const V deviation = NAMED(sqrt)(square);
+    const V denominator = NAMED(maximum)(deviation, NAMED(divide)(deviation, &c->root), 0) + ALL(c->o.eps);
+    *master = *master * ALL(c->o.shrinking) + c->step_size * *exp_avg / denominator;
+}
+
+ALWAYS void NAMED(sgd)(const struct NAMED(constants) *c, int in_vectors, int has_momentum, V gradient, V *master,
+                       V *momentum_buffer)
+{
+    if (has_momentum) {
+        const V momentum = ALL(c->o.momentum), rate = ALL(c->o.momentum_rate);
+        if (c->is_new)
+            *momentum_buffer = gradient;
+        else if (in_vectors)
+            *momentum_buffer = FMA(gradient, rate, *momentum_buffer * momentum);
+        else
+            *momentum_buffer = FMA(*momentum_buffer, momentum, gradient * rate);
+        gradient = c->o.nesterov ? FMA(*momentum_buffer, momentum, gradient) : *momentum_buffer;
+    }
+    *master = FMA(gradient, c->step_size, *master);
+}
+
+/* With the number of states that `rule` has with the options. */
+ALWAYS void NAMED(update_by)(int rule, int number, const struct zinf_options *options,
+                             const struct zinf_operands *operands, size_t first, size_t count)
+{
     const struct zinf_operands p = *operands;
+    const float rate = options->exp_avg_rate;
+    const struct NAMED(constants) constants = {*options, NAMED(divisor)(p.root), ALL(p.step_size),
+                                               ALL(rate < 0.5f ? rate : rate - 1), p.states[0].is_new};
     const int splits = p.master.kind == ZINF_SPLIT, rounds = !splits && p.weight.values;
-    const int is_small = o.exp_avg_rate < 0.5f, number = o.amsgrad ? 3 : 2;
-    const size_t in_vectors = count - count % VECTOR;
-    const V rate = ALL(is_small ? o.exp_avg_rate : o.exp_avg_rate - 1);
-    const struct NAMED(divisor) root = NAMED(divisor)(p.root);
-    const struct zinf_kept *const kept[3] = {&p.exp_avg, &p.exp_avg_sq, &p.max_exp_avg_sq};
-    struct NAMED(state) of_two[2][3], *states = of_two[0], *before = of_two[1]; /* of a block and of the one before */
-    for (int k = 0; k < number; k++) states[k].kept = before[k].kept = kept[k];
-    const int has_codes = p.exp_avg.kind == ZINF_CODES || p.exp_avg_sq.kind == ZINF_CODES ||
-                          (o.amsgrad && p.max_exp_avg_sq.kind == ZINF_CODES);
+    const size_t in_vectors = count - count % VECTOR, propagate = count - count % options->vector;
+    struct NAMED(state) of_two[2][ZINF_STATES], *states = of_two[0], *before = of_two[1]; /* and of the block before */
+    int has_codes = 0;
+    for (int k = 0; k < number; k++) {
+        states[k].kept = before[k].kept = &p.states[k];
+        has_codes |= p.states[k].kind == ZINF_CODES;
+    }
     for (size_t start = 0; start < count; start += ZINF_BLOCK) {
         const size_t end = count - start < ZINF_BLOCK ? count - start : ZINF_BLOCK;
         for (int k = 0; k < number; k++) NAMED(open)(&states[k], first + start);
         for (size_t i = 0; i < end; i += PARTS * LANES) {
             const size_t at = first + start + i;
-            V gradients[PARTS], masters[PARTS], exp_avgs[PARTS], exp_avg_sqs[PARTS], largest[PARTS] = {ALL(0)};
+            const int by_vectors = LANES > 1 || start + i < in_vectors, propagates = LANES > 1 || start + i < propagate;
+            V gradients[PARTS], masters[PARTS], values[ZINF_STATES][PARTS];
             NAMED(values)(&p.gradient, at, gradients);
             if (splits)
                 NAMED(join)(p.weight.values, p.master.values, p.master.companion, at, masters);
             else
                 NAMED(values)(&p.master, at, masters);
-            NAMED(read)(&states[0], i, exp_avgs);
-            NAMED(read)(&states[1], i, exp_avg_sqs);
-            if (o.amsgrad)
-                NAMED(read)(&states[2], i, largest);
+            for (int k = 0; k < number; k++) NAMED(read)(&states[k], i, values[k]);
             for (int part = 0; part < PARTS; part++) {
-                V gradient = gradients[part] * ALL(o.direction), master = masters[part];
-                if (o.weight_decay != 0)
-                    gradient = FMA(master, ALL(o.weight_decay), gradient);
-                V exp_avg = exp_avgs[part], exp_avg_sq = exp_avg_sqs[part];
-                exp_avg = FMA(rate, gradient - exp_avg, is_small ? exp_avg : gradient);
-                /* Which of two products PyTorch's kernel doesn't round is its compiler's choice. */
-                const V product = ALL(o.exp_avg_sq_rate) * gradient;
-                if (LANES > 1 || i < in_vectors)
-                    exp_avg_sq = FMA(product, gradient, exp_avg_sq * ALL(o.beta2));
+                V gradient = gradients[part] * ALL(options->direction);
+                if (options->weight_decay != 0)
+                    gradient = FMA(masters[part], ALL(options->weight_decay), gradient);
+                if (rule == ZINF_ADAM)
+                    NAMED(adam)(&constants, by_vectors, propagates, number == 3, gradient, &masters[part],
+                                &values[0][part], &values[1][part], &values[2][part]);
                 else
-                    exp_avg_sq = FMA(exp_avg_sq, ALL(o.beta2), product * gradient);
-                exp_avgs[part] = exp_avg, exp_avg_sqs[part] = exp_avg_sq;
-                if (o.amsgrad) {
-                    const int propagates = LANES > 1 || i < count - count % o.vector;
-                    exp_avg_sq = largest[part] = NAMED(maximum)(largest[part], exp_avg_sq, propagates);
-                }
-                /* The root is at most 1. Where the deviation is infinite, what multiplications make of it is NaN. */
-                const V deviation = NAMED(sqrt)(exp_avg_sq);
-                const V denominator = NAMED(maximum)(deviation, NAMED(divide)(deviation, &root), 0) + ALL(o.eps);
-                masters[part] = master * ALL(o.shrinking) + ALL(p.step_size) * exp_avg / denominator;
+                    NAMED(sgd)(&constants, by_vectors, number == 1, gradient, &masters[part], &values[0][part]);
             }
-            NAMED(write)(&states[0], i, exp_avgs);
-            NAMED(write)(&states[1], i, exp_avg_sqs);
-            if (o.amsgrad)
-                NAMED(write)(&states[2], i, largest);
+            for (int k = 0; k < number; k++) NAMED(write)(&states[k], i, values[k]);
             if (splits)
                 NAMED(split)(p.weight.values, p.master.values, p.master.companion, at, masters);
             else
@@ -189,10 +218,17 @@ ALWAYS void NAMED(adam_blocks)(const struct zinf_adam *options, const struct zin
         for (int k = 0; k < number; k++) NAMED(encode)(&before[k], i);
 }
 
-static void NAMED(adam)(const struct zinf_adam *options, const struct zinf_operands *operands, size_t first,
-                        size_t count)
+static void NAMED(update)(const struct zinf_options *options, const struct zinf_operands *operands, size_t first,
+                          size_t count)
 {
-    NAMED(adam_blocks)(options, operands, first, count);
+    if (options->rule == ZINF_ADAM && !options->amsgrad)
+        NAMED(update_by)(ZINF_ADAM, 2, options, operands, first, count);
+    else if (options->rule == ZINF_ADAM)
+        NAMED(update_by)(ZINF_ADAM, 3, options, operands, first, count);
+    else if (options->momentum != 0)
+        NAMED(update_by)(ZINF_SGD, 1, options, operands, first, count);
+    else
+        NAMED(update_by)(ZINF_SGD, 0, options, operands, first, count);
 }
 
 #undef ALWAYS

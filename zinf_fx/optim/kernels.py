@@ -33,9 +33,7 @@ _KINDS = {
     LOWER: kernels.SPLIT,
 }
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-_LARGEST = "max_exp_avg_sq"
+_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Operands:
 
 def has_kernel(inner: Optimizer) -> bool:
     """Whether there is a kernel for a class with the options of its group, to the bits of PyTorch's."""
-    if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):
+    if type(inner) not in _CLASSES:
         return False
     (group,) = inner.param_groups
     if not group.get("fused") or group["differentiable"]:
@@ -72,20 +70,23 @@ def has_kernel(inner: Optimizer) -> bool:
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         return False
-    numbers = (*group["betas"], group["eps"], group["weight_decay"])
+    if _is_sgd(group):
+        numbers = (group["momentum"], group["dampening"], group["weight_decay"])
+    else:
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
     if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in (*numbers, float(lr))):
         return False
-    return _rounds_alike(group["decoupled_weight_decay"])
+    return _rounds_alike(None if _is_sgd(group) else group["decoupled_weight_decay"])
 
 
 class NativeOperands:
     """Operands that a kernel updates, in one pass over memory and without the GIL, from step to step."""
 
-    def __init__(self, operands: Sequence[Operands]) -> None:
+    def __init__(self, operands: Sequence[Operands], names: Sequence[str]) -> None:
         self._operands = operands
         states = [state for of_parameter in operands for state in of_parameter.states.items()]
         self._maps = {name: _Map(name) for name in {name for name, values in states if values.dtype == CODES}}
-        self._native = kernels.new_operands([_native(of_parameter, self._maps) for of_parameter in operands])
+        self._native = kernels.new_operands([_native(of_parameter, names, self._maps) for of_parameter in operands])
         self._repeats = all(
             kind_of(name, of_parameter.states) is not None or name in of_parameter.present
             for of_parameter in operands
@@ -95,8 +96,9 @@ class NativeOperands:
     @staticmethod
     def of(inner: Optimizer, operands: Sequence[Operands]) -> NativeOperands | None:
         """None where there is no kernel for what the elements are kept in by `inner`, for which there is one."""
-        names = {*_MOMENTS, _LARGEST} if inner.param_groups[0]["amsgrad"] else {*_MOMENTS}
-        return NativeOperands(operands) if all(_are_known(of_parameter, names) for of_parameter in operands) else None
+        names = _states_of(inner.param_groups[0])
+        are_known = all(_are_known(of_parameter, names) for of_parameter in operands)
+        return NativeOperands(operands, names) if are_known else None
 
     def update(self, inner: Optimizer, instructions: int | None = None) -> bool:
         """Update them as `inner` does, for which there is a kernel.
@@ -108,17 +110,18 @@ class NativeOperands:
             Whether these serve in the next step: all states held values before.
         """
         (group,) = inner.param_groups
+        counts_steps = not _is_sgd(group)
         steps = [of_parameter.numbers.get("step") for of_parameter in self._operands]
         for native, step in zip(self._native, steps, strict=True):
             _set_step(native, group, 1.0 if step is None else float(step) + 1)
         if instructions is None:
             instructions = kernels.best_instructions()
-        kernels.update_adam(_options(group), self._native, instructions, torch.get_num_threads())
+        kernels.update(_options(group), self._native, instructions, torch.get_num_threads())
         counted = [step for step in steps if step is not None]
         if counted:
             torch._foreach_add_(counted, 1)
         for of_parameter, step in zip(self._operands, steps, strict=True):
-            if step is None:
+            if counts_steps and step is None:
                 of_parameter.numbers = {"step": torch.ones((), dtype=torch.float32, device="cpu")}
         return self._repeats
 
@@ -126,7 +129,7 @@ class NativeOperands:
 def _are_known(operands: Operands, names: Collection[str]) -> bool:
     """Whether there is a kernel for elements that are kept so. `names`: those of the states that the class has."""
     parameter, master, states = operands.parameter, operands.master, operands.states
-    if {name for name in states if kind_of(name, states) is None} != names or operands.numbers.keys() - {"step"}:
+    if {name for name in states if kind_of(name, states) is None} != set(names) or operands.numbers.keys() - {"step"}:
         return False
     updated = master.get(MASTER, parameter).dtype
     if MASTER_UP in master:
@@ -143,10 +146,33 @@ def _are_known(operands: Operands, names: Collection[str]) -> bool:
     )
 
 
+def _is_sgd(group: Group) -> bool:
+    """Whether a group is of SGD, not of Adam or AdamW."""
+    return "momentum" in group
+
+
+def _states_of(group: Group) -> tuple[str, ...]:
+    """The names of the states that the class of a group has, in the order of a `struct zinf_operands`."""
+    if _is_sgd(group):
+        return ("momentum_buffer",) if group["momentum"] else ()
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
 def _options(group: Group) -> dict[str, float]:
-    """The `struct zinf_adam` of a group."""
+    """The `struct zinf_options` of a group."""
+    if _is_sgd(group):
+        return {
+            "rule": kernels.SGD,
+            "direction": -1 if group["maximize"] else 1,
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+            "momentum_rate": 1 - group["dampening"],
+            "nesterov": group["nesterov"],
+            "vector": 1,
+        }
     (beta1, beta2), decay, decoupled = group["betas"], group["weight_decay"], group["decoupled_weight_decay"]
     return {
+        "rule": kernels.ADAM,
         "direction": -1 if group["maximize"] else 1,
         "weight_decay": 0 if decoupled else decay,
         "shrinking": float(1 - Fraction(float(group["lr"])) * Fraction(decay)) if decoupled and decay else 1,
@@ -161,20 +187,23 @@ def _options(group: Group) -> dict[str, float]:
 
 def _set_step(native: Any, group: Group, step: float) -> None:
     """Set what a `struct zinf_operands` has of the step of this number."""
+    if _is_sgd(group):
+        native.step_size = -float(group["lr"])
+        return
     beta1, beta2 = group["betas"]
     native.step_size = -float(group["lr"]) / (1 - beta1**step)
     native.root = math.sqrt(1 - beta2**step)
 
 
-def _native(operands: Operands, maps: Mapping[str, _Map]) -> dict[str, object]:
-    """The `struct zinf_operands` of some elements, without what it has of a step."""
+def _native(operands: Operands, names: Sequence[str], maps: Mapping[str, _Map]) -> dict[str, object]:
+    """The `struct zinf_operands` of some elements with the states `names`, without what it has of a step."""
     master, parameter = operands.master, operands.parameter
     return {
         "count": parameter.numel(),
         "gradient": _kept(operands.gradient),
         "master": _kept(master.get(MASTER, parameter), master.get(MASTER_UP)),
         "weight": _kept(parameter) if master else kernels.kept(kernels.FP32),
-        **{name: _state(operands, name, maps) for name in (*_MOMENTS, _LARGEST) if name in operands.states},
+        "states": [_state(operands, name, maps) for name in names],
     }
 
 
@@ -199,19 +228,28 @@ class _Map:
 @cache
 @torch.inference_mode(False)
 @torch.no_grad()
-def _rounds_alike(decoupled: bool) -> bool:
+def _rounds_alike(decoupled: bool | None) -> bool:
     """Whether PyTorch's fused kernel rounds as the native one on this processor: which products are rounded before they
-    are added is its compiler's choice."""
-    options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    are added is its compiler's choice. `decoupled`: AdamW's kernel; False: Adam's; None: SGD's."""
     count, generator = 1 << 10 | 15, torch.Generator("cpu").manual_seed(0)
     weight, gradient, first, second = torch.randn(4, count, generator=generator, dtype=torch.float32, device="cpu")
-    second.square_()
-    group = {**options, "betas": (0.9, 0.999), "decoupled_weight_decay": decoupled}
-    mine = [tensor.clone() for tensor in (weight, first, second)]
-    operands = Operands(mine[0], gradient, {}, dict(zip(_MOMENTS, mine[1:], strict=True)), _MOMENTS, {})
-    native = kernels.new_operands([_native(operands, {})])
+    states, options = {}, {"lr": 1e-2, "weight_decay": 0.1, "maximize": False}
+    if decoupled is None:
+        states["momentum_buffer"] = first
+        options |= {"momentum": 0.9, "dampening": 0.1, "nesterov": True}
+        group = options
+    else:
+        states |= {"exp_avg": first, "exp_avg_sq": second.square_()}
+        options |= {"eps": 1e-8, "amsgrad": False}
+        group = {**options, "betas": (0.9, 0.999), "decoupled_weight_decay": decoupled}
+    mine = {name: values.clone() for name, values in states.items()}
+    operands = Operands(weight.clone(), gradient, {}, mine, tuple(mine), {})
+    native = kernels.new_operands([_native(operands, tuple(mine), {})])
     _set_step(native[0], group, 4.0)
-    kernels.update_adam(_options(group), native, kernels.best_instructions(), 1)
-    update, step = torch._fused_adamw_ if decoupled else torch._fused_adam_, torch.tensor(4.0, device="cpu")
-    update([weight], [gradient], [first], [second], [], [step], beta1=0.9, beta2=0.999, **options)
-    return all(map(torch.equal, mine, (weight, first, second)))
+    kernels.update(_options(group), native, kernels.best_instructions(), 1)
+    if decoupled is None:
+        torch._fused_sgd_([weight], [gradient], [first], **options, is_first_step=False)
+    else:
+        update, step = torch._fused_adamw_ if decoupled else torch._fused_adam_, torch.tensor(4.0, device="cpu")
+        update([weight], [gradient], [first], [second], [], [step], beta1=0.9, beta2=0.999, **options)
+    return torch.equal(operands.parameter, weight) and all(torch.equal(mine[name], states[name]) for name in mine)
