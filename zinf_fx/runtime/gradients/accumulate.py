@@ -51,8 +51,8 @@ Gradient = torch.Tensor | ReducedGradient
 
 
 def new_gradient(parameter: StoredTensor, dtype: torch.dtype, *, reduced: bool) -> torch.Tensor:
-    """A gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it isn't
-    `reduced` over them."""
+    """Return a gradient without values yet, on the tier of gradients; of this rank alone, if there are others, and it
+    isn't `reduced` over them."""
     if parameter.stored.has_plain_gradient:
         return plain_gradient(parameter, dtype)
     return _new_stored(parameter, dtype, reduced=reduced)
@@ -75,12 +75,13 @@ def start_reduction(
     """Start to reduce this rank's gradients of parameters that move together, or of the elements of a lone one from
     `start` on, as far as they are to be reduced now.
 
-    `parameters`: None in the place of one whose gradient nobody is to get. `name`: for errors. `before`: gradients,
-    accumulated under `no_sync`, to which these are to be added. Returns what is to be accumulated, and the reduction.
+    `parameters` has None in the place of one whose gradient nobody is to get. `before` has gradients, accumulated under
+    `no_sync`, to which these are to be added. `name` is for errors. Returns what is to be accumulated, and the
+    reduction.
     """
     arriving: list[Gradient] = list(gradients)
     numbered = enumerate(parameters)
-    reduced = {number: one for number, one in numbered if one is not None and is_reduced_now(one)}
+    reduced = {n: parameter for n, parameter in numbered if parameter is not None and is_reduced_now(parameter)}
     if not reduced:
         return arriving, None
     sums = [_with(before[number], gradients[number], start) for number in reduced]
@@ -91,7 +92,7 @@ def start_reduction(
 
 
 def _with(before: StoredTensor | None, gradient: torch.Tensor, start: int) -> torch.Tensor:
-    """The sum of a gradient, which is of the elements from `start` on, and what was accumulated before it."""
+    """Return the sum of a gradient, which is of the elements from `start` on, and what was accumulated before it."""
     if before is None:
         return gradient
     window = before.stored.settled().device_window(start, gradient.numel()).read_only()
@@ -113,8 +114,9 @@ def accumulate(
     """Add gradients to the `grad` of their parameters, as autograd would, on the tier of gradients: in one transfer
     where they live side by side.
 
-    `offsets`: where in the host arena's region each passes through on its way to NVMe. `start`: of a lone parameter
-    that has a `grad`, the element from which on its gradient is a part; `first`: whether the part has no values yet.
+    `offsets` says where in the host arena's region each passes through on its way to NVMe. Of a lone parameter that has
+    a `grad`, the gradient may be a part, which begins with the element `start`; `first` says whether that part has no
+    values yet.
     """
     if start is None and parameters[0].stored.has_plain_gradient:
         values = cast(Sequence[torch.Tensor], gradients)  # one rank reduces nothing
@@ -177,14 +179,14 @@ def _accumulate_alone(parameter: StoredTensor, gradient: Gradient, offset: int |
     if present is None:
         new = _new_stored(parameter, value.dtype, reduced=is_reduced)
         if segments and not new.stored.shard.partitioned:
-            _add_share(new.stored, segments, value, True, offset)
+            _add_shard(new.stored, segments, value, True, offset)
         elif segments:
             new.stored.settled().set(value, offset)
         else:
             new.stored.set(value, None if state_of(new) is GradientState.LOCAL else offset)
         parameter.grad = new
     elif segments:
-        _add_share(_storage_of_shares(parameter), segments, value, first, offset)
+        _add_shard(_storage_of_gradient(parameter), segments, value, first, offset)
     elif (stored := stored_gradient(parameter)) is not None:
         _add_elements(stored.stored, start, value, first, offset)
     else:
@@ -224,14 +226,14 @@ def _value(gradient: Gradient) -> torch.Tensor:
 
 
 def _noted(storage: TensorStorage, gradients: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """For a block in which gradients are copied, or added, to where they live."""
+    """Open a block in which gradients are copied, or added, to where they live."""
     if RECORDER.log is None or storage.placement.gradients == "device":
         return nullcontext()
     return RECORDER.work("offload", sum(gradient.nbytes for gradient in gradients), CPU.torch_device)
 
 
-def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
-    """The storage of the parameter's `grad`. Raises: StoredTensorError for one that only has whole values."""
+def _storage_of_gradient(parameter: StoredTensor) -> TensorStorage:
+    """Return the storage of the parameter's `grad`. Raises: StoredTensorError for one that only has whole values."""
     gradient = stored_gradient(parameter)
     if gradient is None:
         raise StoredTensorError(
@@ -241,23 +243,23 @@ def _storage_of_shares(parameter: StoredTensor) -> TensorStorage:
     return gradient.stored
 
 
-def _add_share(
-    storage: TensorStorage, segments: Sequence[Segment], share: torch.Tensor, first: bool, offset: int | None
+def _add_shard(
+    storage: TensorStorage, segments: Sequence[Segment], parts: torch.Tensor, first: bool, offset: int | None
 ) -> None:
-    """Add `share`, this rank's parts of some segments in a row, or if `first`, write it."""
+    """Add this rank's `parts` of some segments in a row or, if `first`, write them."""
     rank = storage.shard.ranks.shard
     if storage.shard.partitioned:
-        _add_elements(storage, segments[0].held_by(rank).start, share, first, offset)
+        _add_elements(storage, segments[0].held_by(rank).start, parts, first, offset)
         return
     for segment in segments:
         own, begin = segment.of_rank(rank), segment.held_by(rank).start - segments[0].held_by(rank).start
-        _add_elements(storage, own.start, share[begin : begin + len(own)], first, offset)
+        _add_elements(storage, own.start, parts[begin : begin + len(own)], first, offset)
         offset = None  # is the place of one
     storage.shard.stale = True
 
 
 def _add_elements(storage: TensorStorage, start: int, values: torch.Tensor, first: bool, offset: int | None) -> None:
-    """Add `values` to the elements held from `start` on, or if `first`, write them."""
+    """Add `values` to the elements held from `start` on or, if `first`, write them."""
     window = storage.settled().device_window(start, values.numel(), load=not first, offset=offset)
     try:
         elements = window.wait().view(values.shape)
@@ -279,10 +281,10 @@ class Addends:
 
 
 def addends_of(parameters: Sequence[StoredTensor], start: int, count: int) -> Addends | None:
-    """What `accumulate` will add the gradients of these parameters to in one transfer, or of a lone one `count`
-    elements from `start` on; None: nothing is there, or it can't be said yet."""
+    """Return what `accumulate` will add the gradients of these parameters to in one transfer, or of a lone one `count`
+    elements from `start` on; None if nothing is there, or it can't be said yet."""
     in_order = sorted(parameters, key=lambda parameter: parameter.stored.key)
-    gradients = [gradient for one in in_order if (gradient := stored_gradient(one)) is not None]
+    gradients = [gradient for parameter in in_order if (gradient := stored_gradient(parameter)) is not None]
     if len(gradients) < len(parameters):
         return None
     if len(gradients) > 1:
@@ -309,7 +311,8 @@ def add_gradient(parameter: StoredTensor, gradient: torch.Tensor) -> None:
 
 
 def _arrived(parameter: torch.Tensor) -> None:
-    """Hook: move what eager autograd left in the parameter's `grad` to the tier of gradients, unless it is there."""
+    """Move what eager autograd left in the parameter's `grad` to the tier of gradients, unless it is there. This is a
+    hook."""
     assert isinstance(parameter, StoredTensor), "nothing else has this hook"
     storage = parameter.stored
     state = state_of(parameter.grad, storage)
@@ -345,7 +348,7 @@ def _settle(parameter: StoredTensor, state: GradientState) -> None:
 
 
 def _add(operation: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | NotImplementedType:
-    """What eager autograd adds to a gradient that was reduced over the ranks is this rank's alone, to be reduced too.
+    """Reduce what eager autograd adds to a gradient that was reduced over the ranks: it is this rank's alone.
 
     With `create_graph`, autograd replaces the gradient by the sum that it asks for: it is given this rank's alone.
     """

@@ -55,10 +55,10 @@ class PlannedGradients:
     """What is known of the gradients of a backward graph before it runs.
 
     Attributes:
-        last_uses: by tile, how many releases and offloads of it the graph has.
-        offloads: by tile, how many offloads alone.
+        last_uses: how many releases and offloads of each tile the graph has.
+        offloads: how many offloads of each tile it has.
         prefetched: by the number of a gradient that has left for NVMe, the buffers that are there from then on.
-        starts: of each tile, where the gradients of its parameters begin in its buffer, in bytes.
+        starts: where the gradients of each tile's parameters begin in its buffer, in bytes.
     """
 
     def __init__(self, plan: Plan, schedule: GraphSchedule) -> None:
@@ -89,7 +89,8 @@ class BackwardGradients:
         planned: PlannedGradients,
         followed: bool,
     ) -> None:
-        """`storages`: of each tile. `followed`: whether somebody is to know when the graph has used a parameter."""
+        """`storages` has those of each tile. `followed` says whether somebody is to know when the graph has used a
+        parameter."""
         self._plan, self._tiles, self._storages = plan, tiles, storages
         self._last_uses = planned.last_uses if followed else {}
         self._prefetched, self._offsets = planned.prefetched, planned.starts
@@ -109,7 +110,6 @@ class BackwardGradients:
 
     @cached_property
     def _leaves(self) -> dict[int, Leaf]:
-        """The parameters that gradients go to."""
         return leaves_of_node()
 
     def reduce_scatter(self, tile: int, gradient: torch.Tensor | list[torch.Tensor]) -> _OfTile:
@@ -131,7 +131,7 @@ class BackwardGradients:
         return reduced if isinstance(gradient, list) else reduced[0]
 
     def reduced_now(self, tile: int) -> list[bool]:
-        """Of the gradient of a tile, or of each of a pack, whether this run is to reduce it."""
+        """Return whether this run is to reduce the gradient of a tile, or each of a pack."""
         parameters = [self._accumulating(member) for member in self._storages[tile].members]
         return [parameter is not None and is_reduced_now(parameter) for parameter in parameters]
 
@@ -167,8 +167,8 @@ class BackwardGradients:
             accumulate(parameters, arriving)
 
     def passed(self, tile: int) -> None:
-        """A release or an offload of a tile is over. After the last of this graph, and when no other graph is to use
-        it, the gradient may be consumed."""
+        """Note that a release or an offload of a tile is over. After the last of this graph, and when no other graph is
+        to use it, the gradient may be consumed."""
         if tile not in self._last_uses:
             return
         storage = self._storages[tile]
@@ -187,16 +187,16 @@ class BackwardGradients:
                 consumer.take_gradients(parameters)
 
     def end(self, results: tuple, tokens: Mapping[int, torch.Tensor]) -> tuple:
-        """All have left. Returns the graph's results, with gradients that torch.autograd.grad() is to return: they have
-        come where those that are added to `grad` do, and whatever was there is there again. `tokens`: by position
-        among the results, that of the parameter whose gradient it is."""
+        """Return the graph's results, when all gradients have left, with those that torch.autograd.grad() is to return:
+        they have come where those that are added to `grad` do, and whatever was there is there again. `tokens` has, by
+        the position of such a gradient among the results, that of its parameter."""
         self._drop_prefetches()
         if not self._returning:
             return results
-        found = {token: parameter.grad for token, (parameter, _) in self._returning.items()}
+        gradients = {token: parameter.grad for token, (parameter, _) in self._returning.items()}
         self._give_back_grads()
-        returned = {position: found[id(token)] for position, token in tokens.items() if id(token) in found}
-        return tuple(returned.get(position, one) for position, one in enumerate(results))
+        returned = {position: gradients[id(token)] for position, token in tokens.items() if id(token) in gradients}
+        return tuple(returned.get(position, result) for position, result in enumerate(results))
 
     def _give_back_grads(self) -> None:
         for parameter, before in self._returning.values():
@@ -204,7 +204,7 @@ class BackwardGradients:
         self._returning = {}
 
     def abort(self, error: BaseException) -> None:
-        """After `error`: half a gradient is none."""
+        """Drop gradients of which half is there, after `error`."""
         self._drop_prefetches()
         for begun in self._begun.values():
             if begun.missing:
@@ -217,7 +217,7 @@ class BackwardGradients:
                 consumer.abandon(error)
 
     def _accumulating(self, storage: TensorStorage) -> StoredTensor | None:
-        """The parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
+        """Return the parameter with these bytes to whose `.grad` this backward pass is to add, if there is one."""
         token = id(storage.token)
         leaf = self._leaves.get(token)
         if leaf is None or (due := due_to(leaf)) is Due.NOTHING:
@@ -235,7 +235,7 @@ class BackwardGradients:
         return parameter
 
     def _taking(self, storage: TensorStorage, name: str) -> StoredTensor | None:
-        """As `_accumulating`, for the gradient that is here now. `name`: for errors."""
+        """Return the parameter that takes the gradient that is here now, as `_accumulating`. `name` is for errors."""
         parameter = self._accumulating(storage)
         if parameter is not None and parameter.has_gradient_hooks:
             raise StoredTensorError(
@@ -272,7 +272,7 @@ class BackwardGradients:
             self._local.pop(member.key, None)
 
     def _prefetch(self) -> None:
-        """A gradient has left for NVMe: read what those are to be added to whose buffers are there now."""
+        """Read what gradients are to be added to whose buffers are there now, because another has left for NVMe."""
         for buffer in self._prefetched.get(self._left_for_nvme, ()):
             tiers = self._storages[buffer.tile].tiers
             with RECORDER.about(buffer.label, GRADIENT):
@@ -289,7 +289,7 @@ class BackwardGradients:
             addends.stored.drop_prefetched(addends.start, addends.count)
 
     def _addends_of(self, tile: int) -> Addends | None:
-        """What the gradients of a tile are to be added to, where that is known by now."""
+        """Return what the gradients of a tile are to be added to, where that is known by now."""
         storage, planned = self._storages[tile], self._tiles[tile]
         accumulating = [self._accumulating(member) for member in storage.members]
         parameters = [parameter for parameter in accumulating if parameter is not None and parameter.grad is not None]
@@ -301,7 +301,8 @@ class BackwardGradients:
         return addends_of(parameters, planned.start, planned.numel)
 
     def _make_room(self, parameters: Sequence[StoredTensor], tile: int) -> None:
-        """Where an optimizer steps in backward, before gradients take host memory until they are consumed."""
+        """Have optimizers that step in backward make room, before gradients take host memory until they are
+        consumed."""
         planned = self._tiles[tile]
         if not PendingGradient.any_followed or planned.gradient_tier != "host":
             return
@@ -319,7 +320,7 @@ class BackwardGradients:
 
     def _keep_for_consumer(self, parameter: StoredTensor, gradient: Gradient, left: int) -> bool:
         """Keep a gradient in memory that needs no place on its tier: whole, it is consumed when this graph has used the
-        tile. `left`: gradients of the tile that are to come, with this one. Returns whether it is such."""
+        tile. `left` counts the gradients of the tile that are to come, with this one. Returns whether it is such."""
         if isinstance(gradient, ReducedGradient):
             return False
         storage = parameter.stored
@@ -336,7 +337,7 @@ class BackwardGradients:
         return True
 
     def _before(self, key: int, parameter: StoredTensor | None, start: int) -> StoredTensor | None:
-        """What this rank accumulated by itself, for the first gradient of the tile of a parameter that begins at
+        """Return what this rank accumulated by itself, for the first gradient of the tile of a parameter that begins at
         `start`. It is kept until the sum is there."""
         if parameter is None:
             return None
@@ -374,7 +375,7 @@ class BackwardGradients:
 
 
 def _consumers(storages: Iterable[TensorStorage]) -> set[GradientConsumer]:
-    """The optimizers that step in backward with the parameters of these storages."""
+    """Return the optimizers that step in backward with the parameters of these storages."""
     consumers = {storage.gradient.consumer for storage in storages}
     return {consumer for consumer in consumers if consumer is not None}
 
@@ -383,7 +384,7 @@ def _consumers(storages: Iterable[TensorStorage]) -> set[GradientConsumer]:
 class _PartialGradient:
     """A new gradient that arrives tile by tile, and the first elements of the tiles that have not arrived.
 
-    `before`: of this rank alone, what is to be added to each tile's once.
+    `before` is this rank's alone; each tile's part of it is to be added once.
     """
 
     parameter: StoredTensor
