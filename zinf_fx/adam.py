@@ -24,9 +24,17 @@ MasterForm = Literal["float32", "split"]
 
 SPLIT: MasterForm = "split"
 
+UpdateForm = Literal["float32", "bfloat16", "8bit", "split, float32", "split, bfloat16", "split, 8bit"]
+"""What an update computes from and to: the form of moments, beside a split master or another one."""
+
 _MOMENTS = 2
 _BYTES: Mapping[StateForm, int] = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _DTYPES: Mapping[StateForm, str] = {"float32": "float32", "bfloat16": "bfloat16", "8bit": "uint8"}
+_SPLIT_FORMS: Mapping[StateForm, UpdateForm] = {
+    "float32": "split, float32",
+    "bfloat16": "split, bfloat16",
+    "8bit": "split, 8bit",
+}
 _LOWER_BYTES = 2
 
 
@@ -78,10 +86,10 @@ class AdamStates:
         return update * (1 + others) if others else STATE_BYTES * has_master(self.itemsize)
 
     @property
-    def recoded(self) -> tuple[int, int]:
-        """Of an element, how many codes of 8 bits an update turns into moments and back, and how many split masters it
-        joins and splits again."""
-        return _MOMENTS * (self.moments == "8bit"), int(self._is_split)
+    def form(self) -> UpdateForm:
+        """What an update computes from and to."""
+        moments = self.moments or "float32"
+        return _SPLIT_FORMS[moments] if self._is_split else moments
 
     def companions_nbytes(self, elements: int) -> tuple[int, ...]:
         """Bytes of the companion of each state of so many elements, if it has one. They are in memory where the update

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
+from zinf_fx.adam import UpdateForm
 from zinf_fx.errors import StoreError
 from zinf_fx.machine import machine
 from zinf_fx.machine.machine import measure_machine
 from zinf_fx.native.engine import BLOCK, DEPTH
+from zinf_fx.optim.formats import CODES, LOWER, MASTER
+from zinf_fx.optim.kernels import Operands
 from zinf_fx.plan.hardware import DTYPES
 from zinf_fx.runtime.disk.filesystem import file_system_of
 from zinf_fx.runtime.disk.measure import Profile, store_profile
@@ -135,7 +139,7 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
     assert set(found.peak.values()) == {2 * 512**3 / 0.5}
     assert found.upload.latency == 0.5
-    assert found.unified and found.updates == found.codes == found.splits == WINDOW_ALIGNMENT / 0.5
+    assert found.unified and found.updates == dict.fromkeys(get_args(UpdateForm), WINDOW_ALIGNMENT / 0.5)
     assert found.launch == 0
     assert machine.launch_seconds(torch.device("cpu")) == 0.5 / 1000
 
@@ -145,19 +149,16 @@ def test_what_is_updated_is_fp32_whatever_the_default_dtype(
     default: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native code writes so many bytes."""
-    written: list[torch.dtype] = []
-
-    def noted(*arguments: torch.Tensor | str) -> torch.Tensor:
-        written.append(arguments[-1].dtype)
-        return arguments[-1]
-
-    monkeypatch.setattr(machine, "decode", noted)
-    monkeypatch.setattr(machine, "join", noted)
-    monkeypatch.setattr(machine, "encode", lambda *arguments: None)
-    monkeypatch.setattr(machine, "split", lambda *arguments: None)
+    given: list[Operands] = []
+    monkeypatch.setattr(machine, "update_elements", lambda inner, operands, scratch: given.extend(operands))
     with default_dtype(default):
         machine.update_rates()
-    assert set(written) == {torch.float32}
+    assert {values.dtype for operands in given for values in (operands.parameter, operands.gradient)} == {
+        torch.bfloat16
+    }
+    masters = {operands.master[MASTER].dtype for operands in given}
+    moments = {operands.states["exp_avg"].dtype for operands in given}
+    assert masters == {torch.float32, LOWER} and moments == {torch.float32, torch.bfloat16, CODES}
 
 
 def test_the_mean_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch):

@@ -70,10 +70,11 @@ def test_an_endurance_may_be_unknown():
 
 def test_what_a_description_may_leave_out():
     plain = hardware.parse(TEXT, "x")
-    assert plain.updates is None and not plain.unified
+    assert plain.updates == {} and not plain.unified
     assert plain.launch == 5e-6 and hardware.parse(TEXT.replace("launch = 5e-6", ""), "x").launch == 0
-    found = hardware.parse(TEXT.replace("nodes = 1", "nodes = 1\nupdates = 1.5e9\nunified = true", 1), "x")
-    assert found.updates == 1.5e9 and found.unified
+    more = 'nodes = 1\nupdates = {float32 = 1.5e9, "split, 8bit" = 2e9}\nunified = true'
+    found = hardware.parse(TEXT.replace("nodes = 1", more, 1), "x")
+    assert found.updates == {"float32": 1.5e9, "split, 8bit": 2e9} and found.unified
 
 
 def test_what_there_is_not():
@@ -96,7 +97,8 @@ def test_codes_of_8_bits_are_computed_as_fast_as_the_fastest_dtype(dtype: str):
     [
         ("nodes = 1", "nodes = ", "hardware x is not TOML: "),
         ("nodes = 1", "", "hardware x: 'nodes' is missing; needed: name, nodes"),
-        ("nodes = 1", "nodes = 1\nupdates = -1", "updates=-1 is not a positive number"),
+        ("nodes = 1", "nodes = 1\nupdates = {8bit = -1}", "updates.8bit=-1 is not a positive number"),
+        ("nodes = 1", "nodes = 1\nupdates = {4bit = 1e9}", "updates"),
         ("launch = 5e-6", "launch = -1", "launch=-1 is not a positive number"),
         ("nodes = 1", "nodes = 1\nunified = 1", "unified=1 is not true or false"),
         ("nodes = 1", "nodes = 1\nracks = 2", "unknown field 'racks'; accepted: name, nodes"),

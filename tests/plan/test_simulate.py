@@ -563,17 +563,20 @@ def test_reads_and_writes_of_a_step_have_their_loads():
 
 def test_an_optimizer_takes_the_rate_measured_for_it():
     plan = of_parameters(2)
-    one = replace(ONE, updates=BLOCK / 3)
+    one = replace(ONE, updates={"float32": BLOCK / 3})
     found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
     assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
 
 
-def test_states_of_fewer_bytes_take_the_time_of_making_numbers_of_them():
-    """Two moments of an element and a master; 3 s of arithmetic for each parameter."""
+def test_each_form_of_states_has_a_rate_of_its_own():
+    """Where there is none, the bytes of the states are read and written at the rate of host memory."""
     kinds = [(kind, i) for kind in ("forward", "backward") for i in range(2)]
-    one = replace(ONE, updates=BLOCK / 3, codes=BLOCK, splits=BLOCK / 5)
+    one = replace(ONE, updates={"float32": BLOCK / 3, "8bit": BLOCK / 5, "split, 8bit": BLOCK / 10})
     coded = {"state_dtype": "8bit"}
-    for form, seconds in (({}, 3), (coded, 5), (coded | {"master_dtype": "split"}, 10)):
+    of_bf16 = 8 * BLOCK  # bytes
+    in_memory = ONE.host.seconds(of_bf16, of_bf16)
+    forms = (({}, 3), (coded, 5), (coded | {"master_dtype": "split"}, 10), ({"state_dtype": "bfloat16"}, in_memory))
+    for form, seconds in forms:
         plan = of_parameters(2, state_tier="host")
         graphs = tuple(
             replace(graph, tiles=tuple(replace(tile, **form) for tile in graph.tiles)) for graph in plan.graphs
@@ -582,7 +585,9 @@ def test_states_of_fewer_bytes_take_the_time_of_making_numbers_of_them():
         assert [job.seconds for job in found.jobs if job.kind == "update"] == [seconds] * 2
 
 
-QUICK = replace(ONE, upload=Link(1e30, 0.0), download=Link(1e30, 0.0), updates=BLOCK / 3)  # 3 s for each parameter
+QUICK = replace(
+    ONE, upload=Link(1e30, 0.0), download=Link(1e30, 0.0), updates={"float32": BLOCK / 3}
+)  # 3 s for each parameter
 OF_TWO = {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)}
 
 
@@ -646,7 +651,7 @@ def test_a_step_in_backward_accumulates_nothing():
 
 def test_an_optimizer_on_the_device_takes_that_memorys_rate_whatever_the_cpus_update():
     plan = of_parameters(1, state_tier="device")
-    one = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates=BLOCK / 5)
+    one = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates={"float32": BLOCK / 5})
     seconds = {("forward", 0): 1.0, ("backward", 0): 1.0}
     of_updates = lambda found: [job.seconds for job in found.jobs if job.kind == "update"]  # noqa: E731
     assert of_updates(simulate_plan(plan, one, seconds)) == [1 + 2]  # 12 blocks of states, read and written

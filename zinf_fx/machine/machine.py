@@ -13,13 +13,18 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 from threading import Event
+from typing import get_args
 
 import torch
 
 from zinf_fx import cuda
+from zinf_fx.adam import UpdateForm
 from zinf_fx.native.engine import BLOCK, DEPTH
-from zinf_fx.optim.formats import CODES, LOWER, SCALES, UPS, decode, encode, join, split
+from zinf_fx.optim.arithmetic import borrow
+from zinf_fx.optim.formats import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
+from zinf_fx.optim.kernels import Operands
 from zinf_fx.optim.threads import at_the_same_time, lanes_for
+from zinf_fx.optim.update import update_elements
 from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
@@ -37,6 +42,7 @@ _DISK_BYTES = 512 << 20
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 _STARTS, _BURSTS = 50, 8
 _UPDATED = AT_ONCE
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
@@ -75,7 +81,7 @@ def measure_machine(*stores: Path | str) -> Hardware:
         download=download,
         in_node=in_node,
         between_nodes=in_node,
-        **dict(zip(("updates", "codes", "splits"), update_rates(), strict=True)),
+        updates=update_rates(),
         launch=launch_seconds(device) if gpus else 0.0,
         unified=not gpus,
     )
@@ -106,44 +112,45 @@ def launch_seconds(device: torch.device) -> float:
     return _mean(launch, device) / _LAUNCHES
 
 
-def update_rates() -> tuple[float, float, float]:
-    """What a second of the CPU updates in host memory, as the optimizer's chunks are: parameters in bf16, by Adam with
-    masters and moments in fp32; codes of 8 bits that become moments and codes again; and split masters that are joined
-    and split again."""
+def update_rates() -> dict[UpdateForm, float]:
+    """Parameters in bf16 per second that AdamW updates in host memory, as it does the optimizer's chunks, by the form
+    of their states."""
+    return {form: update_rate(form) for form in get_args(UpdateForm)}
+
+
+def update_rate(form: UpdateForm) -> float:
+    """The parameters per second of one form."""
     lanes, elements = lanes_for(_UPDATED)
-    pieces = [_Piece(elements) for _ in range(-(-_UPDATED // elements))]
+    pieces = [_operands(elements, form) for _ in range(-(-_UPDATED // elements))]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
+    inner = [borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], []) for _ in range(lanes)]
+    scratch = torch.empty(lanes, 4, elements, dtype=torch.float32, device="cpu")  # gradient, master and two moments
 
-    def rate(work: Callable[[_Piece], None]) -> float:
-        def update() -> None:
-            with closing(at_the_same_time(lambda _, piece: work(piece), range(lanes), pieces)) as updated:
-                list(updated)
+    def work(lane: int, operands: Operands) -> None:
+        update_elements(inner[lane], [operands], scratch[lane])
 
-        return len(pieces) * elements / _mean(update, CPU)
+    def update() -> None:
+        with closing(at_the_same_time(work, range(lanes), pieces)) as updated:
+            list(updated)
 
-    return rate(_Piece.update), rate(_Piece.recode), rate(_Piece.split)
+    return len(pieces) * elements / _mean(update, CPU)
 
 
-class _Piece:
-    """So many elements of a parameter and what an optimizer has of it, in all forms."""
-
-    def __init__(self, count: int) -> None:
-        zeros = partial(torch.zeros, device="cpu")
-        self._master, self._gradient = zeros(count, dtype=torch.float32), zeros(count, dtype=torch.float32)
-        self._optimizer = torch.optim.AdamW([self._master], fused=True)
-        self._weights = zeros(count, dtype=torch.bfloat16)
-        self._codes = zeros(count, dtype=CODES), zeros(SCALES.shape((count,)), dtype=SCALES.dtype)
-        self._split = zeros(count, dtype=LOWER), zeros(UPS.shape((count,)), dtype=UPS.dtype)
-
-    def update(self) -> None:
-        self._master.grad = self._gradient.copy_(self._weights)
-        self._optimizer.step()
-        self._weights.copy_(self._master)
-
-    def recode(self) -> None:
-        encode("exp_avg", decode("exp_avg", *self._codes, self._gradient), *self._codes)
-
-    def split(self) -> None:
-        split(join(self._weights, *self._split, self._master), self._weights, *self._split)
+def _operands(count: int, form: UpdateForm) -> Operands:
+    """So many elements of a parameter in bf16, with what AdamW has of it."""
+    zeros = partial(torch.zeros, device="cpu")
+    moments = form.removeprefix("split, ")
+    if moments != form:
+        master = {MASTER: zeros(count, dtype=LOWER), MASTER_UP: zeros(UPS.shape((count,)), dtype=UPS.dtype)}
+    else:
+        master = {MASTER: zeros(count, dtype=torch.float32)}
+    dtype = CODES if moments == "8bit" else getattr(torch, moments)
+    states = {name: zeros(count, dtype=dtype) for name in _MOMENTS}
+    if dtype == CODES:
+        states |= {companion_of(name): zeros(SCALES.shape((count,)), dtype=SCALES.dtype) for name in _MOMENTS}
+    gradient = torch.ones(count, dtype=torch.bfloat16, device="cpu")  # memory that nothing was written to is one page
+    step = {"step": zeros((), dtype=torch.float32)}
+    return Operands(zeros(count, dtype=torch.bfloat16), gradient, master, states, _MOMENTS, step)
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:

@@ -167,7 +167,6 @@ class ChunkCost:
         states: bytes of states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it. A parameter that is its own master, or a part of it, is read too.
         gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
-        codes, splits: how many codes of 8 bits become moments and codes again, and how many split masters are joined.
     """
 
     elements: int = 0
@@ -175,8 +174,6 @@ class ChunkCost:
     read: int = 0
     written: int = 0
     gradients: int = 0
-    codes: int = 0
-    splits: int = 0
 
 
 def cost_of(plan: Plan, chunk: PlannedChunk, in_place: bool = False) -> ChunkCost:
@@ -191,15 +188,12 @@ def cost_of(plan: Plan, chunk: PlannedChunk, in_place: bool = False) -> ChunkCos
         is_read = tile.gradient_tier == "nvme" and not (in_place and can_be_consumed_in_place(tile))
         gradient = value if is_read else 0
         weights = value if tile.tier == "nvme" else 0
-        codes, splits = tile.states.recoded
         total = ChunkCost(
             elements=total.elements + count,
             states=total.states + sum(states),
             read=total.read + stored + gradient + (weights if tile.states.reads_weights else 0),
             written=total.written + stored + weights,
             gradients=total.gradients + gradient,
-            codes=total.codes + count * codes,
-            splits=total.splits + count * splits,
         )
     return total
 

@@ -6,11 +6,12 @@ A description is a TOML file; those beside this one are found by name. `load` ch
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from zinf_fx.adam import UpdateForm
 from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import Positive, parse_bytes, parse_positive, parse_rate, shortened
 from zinf_fx.errors import ConfigError
@@ -67,7 +68,6 @@ _Share = Annotated[float, _share]
 _LostShare = Annotated[float, _lost_share]
 _Text = Annotated[str, _text]
 _Endurance = Annotated[int | None, _endurance]
-_Updates = Annotated[float | None, _number]
 
 
 # -- the description --------------------------------------------------------------------------------------------------
@@ -150,10 +150,8 @@ class Hardware:
         host, nvme: of one node, which its ranks share.
         upload, download: between host memory and one device, while all devices of the node use theirs.
         in_node, between_nodes: what a collective of all ranks of one node sees, and of several nodes.
-        updates: parameters per second that one node's CPUs update by Adam's arithmetic; None: as fast as host memory
-            gives and takes the states.
-        codes, splits: codes of 8 bits per second that these turn into moments and back, and split masters per second
-            that they join and split again; None: in no time.
+        updates: parameters per second that one node's CPUs update by Adam's arithmetic, by the form of their states;
+            where there is none of a form, as fast as host memory gives and takes the states.
         launch: seconds that the program takes to give a device one kernel, whatever that computes; 0 where operators
             are computed by the program itself.
         unified: device and host are one memory. Nothing is uploaded, and the device copies what leaves it.
@@ -171,9 +169,7 @@ class Hardware:
     download: Link
     in_node: Link
     between_nodes: Link
-    updates: _Updates = None
-    codes: _Updates = None
-    splits: _Updates = None
+    updates: dict[UpdateForm, _Number] = field(default_factory=dict)
     launch: _Number = 0.0
     unified: bool = False
 

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from zinf_fx.adam import UpdateForm
 from zinf_fx.config import Tier
 from zinf_fx.errors import PlanError
 from zinf_fx.plan.hardware import Hardware
@@ -41,7 +42,16 @@ from zinf_fx.plan.memory.accounting import (
     prefetched_gradient_buffers,
 )
 from zinf_fx.plan.plan import Plan
-from zinf_fx.plan.schedule import PROLOGUE, Event, EventKind, GraphKind, Tile, UpdateEvent, UpdateSchedule
+from zinf_fx.plan.schedule import (
+    PROLOGUE,
+    Event,
+    EventKind,
+    GraphKind,
+    PlannedChunk,
+    Tile,
+    UpdateEvent,
+    UpdateSchedule,
+)
 from zinf_fx.plan.simulation.communication import (
     all_gathered,
     reduced_in_group,
@@ -155,6 +165,7 @@ class _Chunk:
 
     Attributes:
         names, ends: of its parameters' tiles; those of which it has the last elements.
+        forms: for each slice, its elements, what its update computes from and to, and the bytes of its states.
         updated: the chunk whose update comes before its read; None: there is none.
         replaced: the one that was last in its place; None: there is none.
         prefetched: whether what it needs besides gradients is read in the backward pass before.
@@ -163,6 +174,7 @@ class _Chunk:
     on_device: bool
     cost: ChunkCost
     names: tuple[str, ...]
+    forms: list[tuple[int, UpdateForm, int]]
     ends: list[str] = field(default_factory=list)
     events: list[UpdateEvent] = field(default_factory=list)
     updated: int | None = None
@@ -172,7 +184,10 @@ class _Chunk:
 
 def _chunks(plan: Plan, step: UpdateSchedule, in_place: bool) -> list[_Chunk]:
     """The chunks of a step, and what they wait for. `in_place`: gradients that can be are consumed in place."""
-    chunks = [_Chunk(chunk.on_device, cost_of(plan, chunk, in_place), names_in(plan, chunk)) for chunk in step.chunks]
+    chunks = [
+        _Chunk(chunk.on_device, cost_of(plan, chunk, in_place), names_in(plan, chunk), _forms(plan, chunk))
+        for chunk in step.chunks
+    ]
     for name, number in {name: number for number, chunk in enumerate(chunks) for name in chunk.names}.items():
         chunks[number].ends.append(name)
     updated: int | None = None
@@ -190,6 +205,11 @@ def _chunks(plan: Plan, step: UpdateSchedule, in_place: bool) -> list[_Chunk]:
             if place is not None:
                 latest[place] = event.chunk
     return chunks
+
+
+def _forms(plan: Plan, chunk: PlannedChunk) -> list[tuple[int, UpdateForm, int]]:
+    states = [(part.count, plan.tiles[part.tile].states) for part in chunk.slices]
+    return [(count, of_tile.form, count * sum(of_tile.bytes_each)) for count, of_tile in states]
 
 
 class _Builder:
@@ -326,11 +346,10 @@ class _Builder:
         hardware = self._hardware
         if chunk.on_device and not hardware.unified:
             return "compute", hardware.device.seconds(chunk.cost.states, chunk.cost.states)
-        seconds = hardware.host.seconds(chunk.cost.states, chunk.cost.states)
-        if hardware.updates is not None:
-            seconds = chunk.cost.elements / hardware.updates
-        for count, rate in ((chunk.cost.codes, hardware.codes), (chunk.cost.splits, hardware.splits)):
-            seconds += count / rate if rate is not None else 0.0
+        seconds = sum(
+            elements / rate if (rate := hardware.updates.get(form)) else hardware.host.seconds(nbytes, nbytes)
+            for elements, form, nbytes in chunk.forms
+        )
         return "compute" if hardware.unified else "host", seconds * hardware.ranks_per_node
 
     # -- one event -----------------------------------------------------------------------------------------------------
