@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +11,6 @@ pytest.importorskip("peft", reason="is installed with the clients")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_lora.py"
 sys.path.insert(0, str(EXAMPLE.parent))
-
-
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, EXAMPLE, *map(str, options)], capture_output=True, text=True, timeout=240)
 
 
 def test_a_wrong_option_is_refused_before_a_base_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,11 +34,12 @@ def test_a_wrong_option_is_refused_before_a_base_is_made(tmp_path: Path, capsys:
 
 
 def test_a_base_that_was_not_kept_to_the_end_is_made_anew(tmp_path: Path) -> None:
+    import finetune_lora
+
     text, base = tmp_path / "text.txt", tmp_path / "base"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     options = ("--size", "tiny", "--steps", 1, "--batch", 1, "--length", 16, "--text", text, "--base", base)
     options += ("--store", tmp_path, "--output", tmp_path / "adapter")
     for _ in range(2):
-        found = run(*options)
-        assert found.returncode == 0, found.stderr
+        finetune_lora.main([str(option) for option in options])
         (base / "manifest.json").unlink()

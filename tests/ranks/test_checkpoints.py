@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from breaking_files import Failing, Timed
+from gate import slow
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 from safetensors.torch import load_file
@@ -126,9 +127,19 @@ def chain(tmp_path: Path, links: list[tuple[int, dict[str, Any]]]) -> None:
 TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
 
 
-def test_two_three_one_and_two_ranks(tmp_path: Path):
-    parallel = {"placement": "infinity-cpu", "tensor_parallel": True}
-    chain(tmp_path, [(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, parallel)])
+PARALLEL = {"placement": "infinity-cpu", "tensor_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        [(2, TILED), (1, {"placement": "host"})],
+        slow([(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, PARALLEL)]),
+    ],
+    ids=len,
+)
+def test_some_ranks_resume_what_others_saved(tmp_path: Path, links: list):
+    chain(tmp_path, links)
 
 
 @pytest.mark.slow

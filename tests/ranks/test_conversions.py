@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from gate import slow
 from ranks import tensor_parallel as tp
 from ranks import training
 from ranks.launching import on_ranks
@@ -38,25 +39,22 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[floa
     return losses
 
 
-def converted(rank: int) -> dict[str, bool]:
+def converted(rank: int, placement: str, compiled: bool) -> bool:
     """Whether losses, parameters and gradients equal those of DistributedDataParallel."""
     plain = training.model()
     expected = train(plain, lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True))
-    found = {}
-    for placement, compiled in (("infinity-nvme", True), ("zero-2", False)):
-        torch._dynamo.reset()
-        model = zinf_fx.offload(training.model(), placement=placement)
-        losses = train(model, (lambda m: torch.compile(m, backend="zinf")) if compiled else (lambda m: m))
-        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-        same = all(mine.equal(theirs) for mine, theirs in pairs)
-        used = [(mine.grad, theirs.grad) for mine, theirs in pairs if mine.grad is not None]
-        found[placement] = losses == expected and same and len(used) >= 10 and all(m.equal(t) for m, t in used)
-    return found
+    torch._dynamo.reset()
+    model = zinf_fx.offload(training.model(), placement=placement)
+    losses = train(model, (lambda m: torch.compile(m, backend="zinf")) if compiled else (lambda m: m))
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    same = all(mine.equal(theirs) for mine, theirs in pairs)
+    used = [(mine.grad, theirs.grad) for mine, theirs in pairs if mine.grad is not None]
+    return losses == expected and same and len(used) >= 10 and all(m.equal(t) for m, t in used)
 
 
-def test_two_ranks_train_on_after_conversions_as_distributed_data_parallel():
-    for found in on_ranks(2, converted):
-        assert all(found.values()), found
+@pytest.mark.parametrize(("placement", "compiled"), [("infinity-nvme", True), slow("zero-2", False)])
+def test_two_ranks_train_on_after_conversions_as_distributed_data_parallel(placement: str, compiled: bool):
+    assert all(on_ranks(2, converted, placement, compiled))
 
 
 def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | float]:

@@ -234,7 +234,7 @@ def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("named", [["ranks"], slow(["stage", "dtype", "reduction", "stage 2"])])
+@pytest.mark.parametrize("named", [slow(["ranks"]), slow(["stage", "dtype", "reduction", "stage 2"])])
 def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own(named: Sequence[str]):
     for found in on_ranks(2, treated_apart, named):
         assert len(found) == len(named) and all(found.values()), found

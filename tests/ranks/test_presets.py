@@ -46,7 +46,7 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
 # test_owners nvme.
 @pytest.mark.parametrize(
     ("presets", "steps"),
-    [(("zero-2", "spread"), 3), slow((*PRESETS, "spread"), 10)],
+    [(("spread",), 3), slow((*PRESETS, "spread"), 10)],
 )
 def test_two_ranks_train_bitwise_as_distributed_data_parallel(presets: tuple[str, ...], steps: int):
     for differences in on_ranks(2, compare, presets, {"steps": steps}, True):
@@ -98,11 +98,10 @@ def formula(model: training.Model, preset: str, size: int) -> int:
 
 # Those of stage 3, which are stored in shards of whole blocks, or, among "spread", of elements. In the gate,
 # test_hybrid has stage 1.
-OF_STAGE_3 = ("infinity-nvme", "spread")
-
-
 @pytest.mark.parametrize(
-    ("size", "presets"), [(2, OF_STAGE_3), slow(2, ("dp", "zero-2", "zero-3")), slow(4, PRESETS)], ids=str
+    ("size", "presets"),
+    [(2, ("infinity-nvme",)), slow(2, ("spread", "dp", "zero-2", "zero-3")), slow(4, PRESETS)],
+    ids=str,
 )
 def test_bytes_sent_are_those_of_the_plan_and_of_the_papers_formula(size: int, presets: tuple[str, ...]):
     for found in on_ranks(size, sent, presets):

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
+from gate import slow
 from launching import on_ranks
 from training import batches, model
 
@@ -66,8 +68,9 @@ def recorded_in_turn(rank: int, placements: Sequence[str]) -> list[dict]:
     return [recorded(rank, placement) for placement in placements]
 
 
-def test_each_rank_records_its_collectives():
-    found = on_ranks(2, recorded_in_turn, ["infinity-nvme", "zero-2"])
+@pytest.mark.parametrize("placements", [["infinity-nvme"], slow(["infinity-nvme", "zero-2"])], ids=len)
+def test_each_rank_records_its_collectives(placements: Sequence[str]):
+    found = on_ranks(2, recorded_in_turn, placements)
     for rank, one in [(rank, one) for rank, of_rank in enumerate(found) for one in of_rank]:
         assert one["measured"] == one["planned"]
         assert one["measured"]["all-gather"] and one["measured"]["reduce"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gate import slow
 from ranks.launching import on_ranks
 
 import zinf_fx
@@ -223,7 +224,7 @@ def check_named(size: int, call: str, folder: Path) -> None:
         assert f"rank {size - 1} ended" in text or (size > 2 and f", {size - 1} ended" in text), (call, rank, text)
 
 
-@pytest.mark.parametrize("call", ["step", "save"])
+@pytest.mark.parametrize("call", [slow("step"), "save"])
 def test_a_rank_that_was_killed_is_named(call: str, tmp_path: Path):
     check_named(2, call, tmp_path)
 
