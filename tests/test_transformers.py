@@ -147,7 +147,8 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
 
 
 # In the gate, Llama trains with resized embeddings, ViT by the one-line use, and GPT-2 in test_trainer.py.
-@pytest.mark.parametrize("name", named(MODELS, {"t5"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_offloaded_models_train_as_in_eager_pytorch(name: str, tmp_path: Path):
     build, inputs = MODELS[name]
     torch.manual_seed(0)
@@ -189,7 +190,9 @@ def test_pretrained_models_are_loaded_into_the_store(
     assert torch.equal(model(**(batch := inputs())).loss, plain(**batch).loss)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "tied llama", "mixtral", "bert", "t5", "vit"])
+@pytest.mark.parametrize(
+    "name", named(["gpt2", "llama", "tied llama", "mixtral", "bert", "t5", "vit"], {"tied llama", "mixtral", "t5"})
+)
 def test_exported_models_are_read_by_plain_transformers(name: str, tmp_path: Path):
     torch.manual_seed(0)
     build, inputs = MODELS.get(name, (lambda: _llama(tie_word_embeddings=True), _text))
@@ -293,6 +296,7 @@ def test_the_one_line_use(tmp_path: Path):
     _assert_equal(model, plain, losses, expected)
 
 
+@pytest.mark.slow
 def test_dropout_under_gradient_checkpointing_is_repeated_from_the_first_step_on(tmp_path: Path):
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(

@@ -14,8 +14,6 @@ from zinf_fx.cli import main
 from zinf_fx.plan import hardware
 
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:small"
-# As far as they are about what is printed, tests look at the first placement and the last.
-FEW = ("dp", "infinity-nvme")
 PARAMETERS = 12 * 64**2
 TRILLION = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "7", "--sequence", "1024"]
 SMALL = ["--layers", "1", "--hidden", "64", "--heads", "4", "--batch", "1", "--sequence", "32"]
@@ -46,9 +44,9 @@ def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates have two placements."""
-    monkeypatch.setattr("zinf_fx.frontend.estimate.PLACEMENTS", FEW)
+def one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates have one placement, which uses all tiers: of what is printed, it is enough."""
+    monkeypatch.setattr("zinf_fx.frontend.estimate.PLACEMENTS", ("infinity-nvme",))
 
 
 # Output
@@ -76,13 +74,13 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], monkeypat
     assert " of host memory in each node, not 1.0 MiB,\nand 1.5 MiB of NVMe in" in out
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_wanted_efficiencies_and_placements(capsys: pytest.CaptureFixture[str]):
     out = text(capsys, *SMALL, "--placement", "infinity-nvme", "--efficiency", "0.25", "0.75", "0.995")
     assert "BANDWIDTH with infinity-nvme" in out and "25 %" in out and "75 %" in out and "99.5 %" in out
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]):
     options = [*SMALL, "--placement", "infinity-nvme", "--save-every", "7.5", "--keep", "2"]
     assert "CHECKPOINTS ON DISK, every 7.5 minutes, 2 kept\n" in text(capsys, *options)
@@ -99,7 +97,7 @@ def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]):
 # The model
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_a_target(capsys: pytest.CaptureFixture[str]):
     found = data(capsys, GPT, "--hardware", "dgx-a100", "--placement", "infinity-nvme")
     assert found["workload"]["parameters"] == 842_496 and found["workload"]["dtype"] == "float32"
@@ -108,7 +106,7 @@ def test_a_target(capsys: pytest.CaptureFixture[str]):
     assert found["workload"]["recomputes"] is False
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
     two_layers = [*SMALL, "--layers", "2"]
     plain = data(capsys, *two_layers)
@@ -124,7 +122,7 @@ def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
 # The hardware
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_options_of_the_hardware(capsys: pytest.CaptureFixture[str]):
     sizes = ("--nodes=2", "--gpus-per-node=3", "--device-memory=1GiB", "--host-memory=2GiB", "--nvme=3TB")
     rates = ("--nvme-bandwidth=4GB/s,5GB/s", "--host-bandwidth=6GB", "--link-bandwidth=7GB/s", "--peak=8.5")
@@ -137,7 +135,7 @@ def test_options_of_the_hardware(capsys: pytest.CaptureFixture[str]):
     assert (found["peak"]["float16"], found["achievable"]) == (8.5e12, 1.0)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_hardware_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -162,7 +160,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     return directories
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_this_machine(
     capsys: pytest.CaptureFixture[str], measured: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -177,7 +175,7 @@ def test_this_machine(
     assert measured[2:] == [tmp_path, tmp_path / "cache"]
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_more_of_this_machine_needs_a_link(capsys: pytest.CaptureFixture[str], measured: list[Path]):
     options = [*SMALL, "--hardware", "this-machine", "--nodes", "2"]
     assert main(["estimate", *options]) == 2 and measured == []
@@ -189,7 +187,7 @@ def test_more_of_this_machine_needs_a_link(capsys: pytest.CaptureFixture[str], m
 # JSON
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("one")
 def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]):
     found = data(capsys, *SMALL, "--efficiency", "0.5", "--placement", "infinity-nvme")
     assert found["chosen"] == "infinity-nvme"

@@ -276,6 +276,7 @@ def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     assert "decision" not in json.loads(capsys.readouterr().out)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned_once")
 def test_micro_batches_that_auto_decided_are_printed_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     path, given = tmp_path / "plan.json", ["--placement", "nvme", "--micro-batches", "auto", "--hardware", "a100"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gate import slow
 
 from zinf_fx.cli import main
 
@@ -71,7 +72,7 @@ def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("option", "distances"),
     [
-        ([], {"allgather": 1, "upload": 2, "fetch": 3}),
+        slow([], {"allgather": 1, "upload": 2, "fetch": 3}),
         (["--prefetch", "0,2,5"], {"allgather": 0, "upload": 2, "fetch": 5}),
     ],
 )
