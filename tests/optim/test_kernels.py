@@ -206,6 +206,27 @@ def test_any_number_of_threads(monkeypatch):
         check_same(mine, results[0])
 
 
+@pytest.mark.parametrize("flushes", [True, False])
+def test_threads_flush_subnormal_numbers_as_the_caller_does(flushes: bool):
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor can't")
+    before, count = torch.get_num_threads(), 1 << 20
+    parameter, gradient = torch.zeros(count), torch.full((count,), 1e-40)
+    states = {"momentum_buffer": torch.full((count,), 1e-40)}
+    operands = [Operands(parameter, gradient, {}, states, ("momentum_buffer",), {})]
+    native = NativeOperands.of(borrowed("SGD", momentum=0.9), operands)
+    assert native is not None
+    torch.set_num_threads(4)
+    torch.set_flush_denormal(flushes)
+    try:
+        for _ in range(3):
+            native.update(borrowed("SGD", momentum=0.9))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+    assert bool((states["momentum_buffer"] == 0).all() if flushes else (states["momentum_buffer"] > 1e-40).all())
+
+
 class Other(torch.optim.AdamW):
     pass
 

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "threads.h"
 
+#include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -18,6 +19,7 @@ struct job {
     size_t units, shares;
     size_t next, left; /* the first share that nobody does, and how many are not done */
     unsigned wanted;   /* threads that may still help */
+    fenv_t environment; /* the caller's: whether subnormal numbers are flushed to zero */
     struct job *behind;
 };
 
@@ -61,6 +63,7 @@ static void *help(void *unused)
             job = job->behind;
         if (job) {
             job->wanted--;
+            fesetenv(&job->environment);
             do_shares(job);
         } else {
             pool.idle++;
@@ -111,7 +114,9 @@ void zinf_divide(zinf_share *share, void *work, size_t units, size_t values, uns
     }
     threads = threads < shares ? threads : (unsigned)shares;
     shares = shares < SHARES_EACH * threads ? shares : SHARES_EACH * threads;
-    struct job job = {share, work, units, shares, 0, shares, threads - 1, NULL};
+    struct job job = {.share = share, .work = work, .units = units, .shares = shares, .left = shares,
+                      .wanted = threads - 1};
+    fegetenv(&job.environment);
     pthread_mutex_lock(&pool.mutex);
     start_threads(threads - 1);
     *place_of(NULL) = &job;

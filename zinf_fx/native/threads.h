@@ -12,7 +12,8 @@
 typedef void zinf_share(void *work, size_t first, size_t behind);
 
 /* Does `units` units of work, which have `values` values together, on at most `threads` threads, of which the caller is
- * one: on fewer where there is little to do, or where the system has no more. Returns when all is done. */
+ * one: on fewer where there is little to do, or where the system has no more. All flush subnormal numbers to zero as
+ * the caller does. Returns when all is done. */
 void zinf_divide(zinf_share *share, void *work, size_t units, size_t values, unsigned threads);
 
 #endif
