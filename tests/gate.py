@@ -14,7 +14,7 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def named(names: Iterable[str], of_the_gate: Collection[str]) -> list[object]:
+def named(names: Iterable[object], of_the_gate: Collection[object]) -> list[object]:
     """All names of a table, those that are not of the gate as slow ones."""
     return [name if name in of_the_gate else slow(name) for name in names]
 

@@ -93,7 +93,7 @@ def plainly_trained() -> tuple[GPT, list[float]]:
     return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
 
 
-OF_THE_GATE = {"a checkpoint for every other layer, on the host", "chosen, little room"}
+OF_THE_GATE = {"chosen, little room"}
 
 
 @pytest.mark.parametrize("name", named(POLICIES, OF_THE_GATE))
@@ -135,6 +135,7 @@ def planned(**options: object) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_less_room_keeps_less() -> None:
     """At nominal rates: what is chosen depends on those that are measured."""
     with mock.patch.object(capture, "measured", lambda *_: capture.NOMINAL):
@@ -208,7 +209,7 @@ class Stack(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("device_memory", [None, "3MiB"])
+@pytest.mark.parametrize("device_memory", [None, slow("3MiB")])
 def test_random_numbers_are_those_of_forward(tmp_path: Path, device_memory: str | None) -> None:
     torch.manual_seed(0)
     plain, x = Stack(), torch.randn(64, 256)

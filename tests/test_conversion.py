@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import named, slow
 from ranks import training
 from torch import nn
 from twins import Net, assert_same_gradients, pair, x  # noqa: F401
@@ -34,7 +35,7 @@ def step(run: Callable, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor)
     return loss.detach()
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("conversion", named(CONVERSIONS, {"cpu", "double"}))
 def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: str) -> None:  # noqa: F811
     plain, stored = pair
     run = torch.compile(stored, backend="zinf")
@@ -78,8 +79,7 @@ def test_a_language_model_with_tied_weights(tmp_path: Path, conversion: str) -> 
         assert all(p.equal(q) for p, q in zip(stored.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("pack", [None, "auto"])
-@pytest.mark.parametrize("finishes", [True, False])
+@pytest.mark.parametrize(("finishes", "pack"), [(False, "auto"), (True, None), slow(True, "auto"), slow(False, None)])
 def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: Path, pack: str | None, finishes: bool):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 1, bias=False))
     zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=pack)

@@ -94,7 +94,7 @@ print(*model[0].weight.stored.tiers.store.directories)
 
 @pytest.mark.parametrize(
     ("when", "how"),
-    [("after", "option"), slow("after", "two"), slow("after", "environment"), ("before", "environment")],
+    [("after", "option"), slow("after", "two"), slow("after", "environment"), slow("before", "environment")],
 )
 def test_nothing_stays_in_the_store_of_a_program_that_went_elsewhere(places: Path, when: str, how: str):
     stores = "store,other" if how == "two" else "store"
@@ -200,7 +200,7 @@ def test_options_of_what_is_compiled_in_place_are_meant_from_where_it_is_called_
     assert in_store(model) == [(places / "job" / "store",)]
 
 
-@pytest.mark.parametrize("how", ["model", "function", "module.compile"])
+@pytest.mark.parametrize("how", ["model", slow("function"), "module.compile"])
 def test_one_dict_of_options_for_two_models_means_two_directories(places: Path, how: str):
     """A model's, where it was compiled; another's, where it was called first, and later graphs of both likewise."""
     options, runs = {"store": "store", "placement": "nvme"}, []

@@ -97,9 +97,9 @@ FP32, BF16 = torch.float32, torch.bfloat16
 CELLS = [
     ("nf4", "nvme", BF16, 10),
     ("int8", "recomputed", BF16, 10),
-    (None, "recomputed", BF16, 10),
+    slow(None, "recomputed", BF16, 10),
     slow("nf4", "host", FP32, 3),
-    ("nf4", "recomputed", BF16, 3),
+    slow("nf4", "recomputed", BF16, 3),
     ("nf4", "in a budget", FP32, 3),
     slow("int8", "nvme", FP32, 3),
     ("fp8", "nvme", BF16, 3),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 from zinf_fx.errors import ConfigError, StoredTensorError
@@ -45,7 +46,7 @@ def quantised(model: torch.nn.Module) -> set[str]:
     return {name for name, one in model.named_parameters() if one.quantised is not None}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [slow(False), True])
 def test_embeddings_and_head_are_trained_after_tokens_were_added(tmp_path: Path, tied: bool):
     pretrained(tmp_path, tied)
     base = loaded(tmp_path, PATTERNS)

@@ -133,7 +133,7 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("activations", [slow("keep"), "auto"])
+@pytest.mark.parametrize("activations", ["keep", slow("auto")])
 def test_the_models_own_checkpoints_and_random_numbers(tmp_path: Path, activations: str):
     options = {"placement": "nvme", "device_memory": "400KiB", "activations": activations}
     plan = zinf_fx.export_plan(Checkpointed(), batch(), **options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import named
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
@@ -280,7 +281,7 @@ GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("given", named(GIVEN, {"a whole"}))
 @pytest.mark.parametrize("written", WRITES)
 def test_second_derivatives_of_whatever_a_compiled_graph_wrote_are_refused(written: str, given: str) -> None:
     model = zinf_fx.offload(Bypassed(WRITES[written]), placement="host")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from versions import not_before_2_12
@@ -118,8 +119,17 @@ def test_a_parametrization_for_the_time_of_a_call(tmp_path: Path, stored: str) -
     assert all(isinstance(parameter, StoredTensor) for base in bases for parameter in base.parameters())
 
 
-@pytest.mark.parametrize("when", ["before it is stored", "before it is compiled", "later"])
-@pytest.mark.parametrize("kind", [Doubled, Invertible])
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        (Invertible, "before it is stored"),
+        (Invertible, "before it is compiled"),
+        (Doubled, "later"),
+        slow(Doubled, "before it is stored"),
+        slow(Doubled, "before it is compiled"),
+        slow(Invertible, "later"),
+    ],
+)
 def test_a_parametrization_is_registered_and_removed(tmp_path: Path, kind: type[Doubled], when: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))

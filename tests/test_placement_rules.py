@@ -310,7 +310,7 @@ def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
     check_bytes(plans[0], model, own)
 
 
-@pytest.mark.parametrize("how", [offloaded, in_one_line])
+@pytest.mark.parametrize("how", [slow(offloaded), in_one_line])
 @pytest.mark.parametrize(("frozen_dtype", "place"), [(None, "nvme"), ("nf4", "device")])
 def test_auto_counts_a_frozen_base_as_it_is_stored(tmp_path: Path, how: Callable, frozen_dtype: str | None, place: str):
     """In fp32 it is over the device's budget, and in 4 bits it is not."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
@@ -66,7 +67,7 @@ def an_error_in_backward(call: Call, batches: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("disorder", "budget"),
     [
-        (two_forwards, None),
+        slow(two_forwards, None),
         (two_forwards, "20KiB"),
         (evaluation_between, "20KiB"),
         (accumulation, None),

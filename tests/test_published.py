@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from gate import slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -141,7 +142,7 @@ def trained(model: nn.Module, backend: str) -> list[Tensor]:
     return [*(loss.detach() for loss in losses), model.shift.detach()]
 
 
-@pytest.mark.parametrize("made", [attached, loaded])
+@pytest.mark.parametrize("made", [attached, slow(loaded)])
 def test_training_over_published_weights_equals_training_over_their_values(tmp_path: Path, made):
     values = written(tmp_path)
     model = made(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -61,8 +62,14 @@ REFUSED: dict[str, tuple[dict[str, object], type[ZinfError], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", [_module, _function, _in_place, _nested, _whole])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("how", "grad"),
+    [
+        *((how, True) for how in (_module, _function, _in_place, _nested, _whole)),
+        (_module, False),
+        *(slow(how, False) for how in (_function, _in_place, _nested, _whole)),
+    ],
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_raised_as_it_is(name: str, grad: bool, how: Callable) -> None:
     options, kind, message = REFUSED[name]

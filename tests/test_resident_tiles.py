@@ -202,7 +202,7 @@ def test_the_plan_shows_what_stays() -> None:
     assert "keeps" not in off and "in memory from step to step" not in off
 
 
-@pytest.mark.parametrize(("placement", "tile"), [("nvme", None), ("nvme", "64KiB"), ("host", None)])
+@pytest.mark.parametrize(("placement", "tile"), [slow("nvme", None), ("nvme", "64KiB"), slow("host", None)])
 def test_what_an_inference_leaves_in_memory_is_written_by_training(
     placement: str, tile: str | None, tmp_path: Path
 ) -> None:

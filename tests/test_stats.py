@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -48,7 +49,7 @@ FEWER = {"state_dtype": "8bit", "master_dtype": "split"}
 
 @pytest.mark.parametrize(
     ("placement", "dtype", "states"),
-    [("nvme", torch.bfloat16, {}), ("nvme", torch.bfloat16, FEWER), ("infinity-nvme", torch.float32, {})],
+    [slow("nvme", torch.bfloat16, {}), ("nvme", torch.bfloat16, FEWER), ("infinity-nvme", torch.float32, {})],
 )
 def test_a_step_moves_what_its_plan_says(tmp_path: Path, placement: str, dtype: torch.dtype, states: dict[str, str]):
     stored = zinf_fx.offload(model().to(dtype), store=tmp_path, placement=placement)

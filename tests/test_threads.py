@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from runtime.late_device import install
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, assert_same_gradients, pair, x
@@ -84,7 +85,7 @@ def interleaving(model: Net) -> Callable[[Tensor], Tensor]:
     return torch.compile(model, backend="zinf")
 
 
-@pytest.mark.parametrize("backward_in", ["one thread", "each thread"])
+@pytest.mark.parametrize("backward_in", [slow("one thread"), "each thread"])
 def test_passes_in_several_threads(pair: tuple[Net, Net], backward_in: str) -> None:
     plain, model = pair
     call = interleaving(model)
@@ -128,7 +129,7 @@ def _trained(model: Net, options: dict[str, object], optimizer: type) -> tuple[l
     [
         ({}, zinf_fx.optim.AdamW),
         ({"step_in_backward": True}, zinf_fx.optim.AdamW),
-        ({"fused": True}, torch.optim.AdamW),
+        slow({"fused": True}, torch.optim.AdamW),
     ],
     ids=["streamed", "in backward", "plain"],
 )
@@ -147,7 +148,7 @@ def test_models_that_are_trained_in_turns(tmp_path: Path, options: dict[str, obj
         assert all(torch.equal(one, other) for one, other in zip(values, their_values, strict=True))
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("compiled", [True, slow(False)], ids=["compiled", "eager"])
 def test_inference_beside_training(pair: tuple[Net, Net], compiled: bool) -> None:
     """A compiled one sees the parameters as they are before a step or after it, and never some of each."""
     plain, model = pair
@@ -232,7 +233,7 @@ def test_two_threads_that_compile_and_one_of_them_between_steps(pair: tuple[Net,
     assert torch.equal(saved, torch.ones(2).sin()) and torch.equal(trained, plain(batch))
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["overlapped", "in backward"])
+@pytest.mark.parametrize("in_backward", [False, slow(True)], ids=["overlapped", "in backward"])
 def test_what_is_read_between_steps_is_of_one_step(tmp_path: Path, in_backward: bool) -> None:
     """One thread trains, another saves parameters and states until it is over."""
     torch.manual_seed(0)

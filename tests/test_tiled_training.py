@@ -74,7 +74,7 @@ RUNS = [
     slow("linears", "device", 1),
     ("linears", "nvme", 2),
     slow("gpt", "host", 2),
-    ("gpt", "infinity-nvme", 1),
+    slow("gpt", "infinity-nvme", 1),
     ("tied gpt", "device", 2),
     slow("tied gpt", "nvme", 1),
 ]
@@ -93,7 +93,7 @@ def test_equals_untiled(tmp_path: Path, name: str, placement: str, accumulate: i
         torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("count", [slow(1), 3, slow(16)])
 def test_any_number_of_tiles(tmp_path: Path, count: int) -> None:
     plain, batch = build("linears")
     x, target = batch()
@@ -119,7 +119,7 @@ def test_forward_is_bitwise_where_the_output_is_tiled(tmp_path: Path) -> None:
         assert torch.equal(torch.compile(model, backend="zinf")(x), plain(x))
 
 
-@pytest.mark.parametrize("gradients", ["nvme", "device"])
+@pytest.mark.parametrize("gradients", ["nvme", slow("device")])
 def test_a_layer_larger_than_the_budget(tmp_path: Path, gradients: str) -> None:
     """Untiled it is refused when it is planned; tiled it trains, and its tiles never take more than the budget."""
     torch.manual_seed(0)

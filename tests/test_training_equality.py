@@ -74,7 +74,7 @@ def assert_equal(model: GPT, losses: list[float], plain: GPT, expected: list[flo
 RUNS = [
     ("device", (1, 2, 3), 2),
     slow("host", (1, 2, 3), 1),
-    ("host", None, 2),
+    slow("host", None, 2),
     ("nvme", (1, 2, 3), 2),
     slow("nvme", None, 1),
     slow("infinity-nvme", (1, 2, 3), 1),
@@ -141,7 +141,7 @@ def test_clipping_and_a_schedule(tmp_path: Path) -> None:
     assert_equal(model, results, plain, expected)
 
 
-@pytest.mark.parametrize(("placement", "accumulate"), [slow("host", 2), ("nvme", 1), ("infinity-nvme", 2)])
+@pytest.mark.parametrize(("placement", "accumulate"), [slow("host", 2), slow("nvme", 1), ("infinity-nvme", 2)])
 def test_bf16_equals_a_loop_with_an_fp32_master(tmp_path: Path, placement: str, accumulate: int) -> None:
     plain = build(torch.bfloat16)
     parameters = list(plain.parameters())

@@ -131,7 +131,10 @@ CASES = [
     (Several, "in tiles"),
     (Renormed, "within a budget"),
 ]
-IN_THE_SLOW_TESTS = ((Clamped, "host"), (Renormed, "within a budget"))
+IN_THE_SLOW_TESTS = (
+    *((Clamped, name) for name in ("host", "device", "activations too", "within a budget")),
+    (Renormed, "within a budget"),
+)
 
 
 def x() -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forked import run
+from gate import slow
 
 PROGRAM = """
 import re, sys, torch, zinf_fx
@@ -31,7 +32,7 @@ print(*found)
 """
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("placement", ["nvme", slow("host")])
 def test_peaks(tmp_path: Path, placement: str):
     """Of 288 MiB of states."""
     ended = run(PROGRAM, placement, tmp_path)

@@ -57,7 +57,7 @@ def test_in_any_placement(tmp_path: Path, placement: str, at: int):
         slow({"optimizer": torch.optim.AdamW, "options": {"fused": True}, "dtype": torch.float32}),
         {"optimizer": torch.optim.RMSprop, "placement": "device", "dtype": torch.float32},
         {"placement": {"parameters": "device", "gradients": "host", "optimizer": "nvme", "activations": "device"}},
-        {"options": {"overlap": False}, "compiled": True},
+        slow({"options": {"overlap": False}, "compiled": True}),
     ],
     ids=lambda how: " ".join(f"{name}={one}" for name, one in how.items()),
 )

@@ -40,7 +40,7 @@ def is_by_generations(directory: Path) -> bool:
     return manifest.in_store_nbytes > 0.8 * manifest.nbytes
 
 
-@pytest.mark.parametrize("name", named(CASES, CASES.keys() - {"nvme", "at once", "each by itself", "in packs"}))
+@pytest.mark.parametrize("name", named(CASES, {"infinity-nvme", "in the background"}))
 def test_what_is_resumed_goes_on_bit_for_bit(tmp_path: Path, name: str):
     """From each of three checkpoints in the same store, after all of it was written anew, more than once."""
     how = CASES[name]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 from jobs import Job, assert_equal
 from manifests import mutated, nested, read, write
 
@@ -103,7 +104,7 @@ def _at_once() -> Iterator[None]:
     assert time.process_time() - begun < 1
 
 
-@pytest.fixture(scope="module", params=["copies", "generation"])
+@pytest.fixture(scope="module", params=["copies", slow("generation")])
 def once_saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Saved:
     fields = {"checksum": False} if request.param == "copies" else {}
     return _Saved(tmp_path_factory.mktemp(request.param), fields)

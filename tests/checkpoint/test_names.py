@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from gate import named
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -164,7 +165,12 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) 
     model(torch.arange(6)).sin().sum().backward()
 
 
-@pytest.mark.parametrize("how", [how for how in WRAPPED if how != "replicas"])
+@pytest.mark.parametrize(
+    "how",
+    named(
+        [how for how in WRAPPED if how != "replicas"], {"leaves", "one in the other", "compiled and for checkpointing"}
+    ),
+)
 def test_checkpoints_go_from_any_to_any(tmp_path: Path, stored: Callable, how: str):
     """With states of the optimizer and gradients."""
 

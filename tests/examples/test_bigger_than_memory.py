@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -153,7 +154,7 @@ class TestRefusals:
 
 
 class TestFitting:
-    @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, 48 * GIB, 500 * GIB])
+    @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, slow(48 * GIB), slow(500 * GIB)])
     def test_the_model_is_as_large_as_asked(self, states: int) -> None:
         found = fit(states, memory=states // 2, room=1 << 50, context=128, each=EACH)
         assert found.note is None and states <= found.states <= 1.35 * states

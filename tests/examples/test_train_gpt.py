@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -237,14 +238,16 @@ def losses(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("held out", "training"))]
 
 
-def test_zinf_runs_have_the_losses_of_the_plain_run(text: Path, tmp_path: Path, train: Callable[..., str]) -> None:
+@pytest.mark.parametrize("placement", [slow("device"), "infinity-nvme"])
+def test_zinf_runs_have_the_losses_of_the_plain_run(
+    text: Path, tmp_path: Path, train: Callable[..., str], placement: str
+) -> None:
     flags = ["--text", str(text), "--accumulate", "2", *TINY_FLAGS]
     plain = losses(train("--plain", *flags))
-    for placement in ("device", "infinity-nvme"):
-        through_zinf = train("--store", str(tmp_path), "--placement", placement, *flags)
-        assert losses(through_zinf) == plain, placement
-        assert "disk read" in through_zinf
-        assert "store, written per step" in through_zinf
+    through_zinf = train("--store", str(tmp_path), "--placement", placement, *flags)
+    assert losses(through_zinf) == plain
+    assert "disk read" in through_zinf
+    assert "store, written per step" in through_zinf
 
 
 @pytest.mark.parametrize(

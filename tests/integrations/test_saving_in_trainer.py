@@ -75,6 +75,7 @@ def test_nothing_is_gathered_to_save_and_load(tmp_path: Path, monkeypatch: pytes
     run._load_optimizer_and_scheduler(folder)
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_the_best_is_loaded(tmp_path: Path):
     """Losses fall; the highest is taken for the best."""
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}

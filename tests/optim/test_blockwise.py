@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 from zinf_fx import optim
@@ -105,7 +106,7 @@ OPTIMIZERS = {"AdamW": {"amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9}, "
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("placement", [slow("device"), "host", "nvme"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dtype: torch.dtype) -> None:
     """In chunks, packs and pieces, and in any placement: states in memory, whose codes are taken after each step."""

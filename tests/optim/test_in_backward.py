@@ -101,7 +101,7 @@ CASES = {
     "two graphs": (broken, rows, {}),
     "two graphs, uncompiled": (broken, rows, {"compiled": False}),
 }
-IN_THE_SLOW_TESTS = ("without overlap", "uncompiled", "bf16")
+IN_THE_SLOW_TESTS = ("without overlap", "uncompiled", "bf16", "tiled")
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,10 @@ def test_one_consumer_per_parameter(tmp_path: Path) -> None:
     optim.SGD(model.parameters(), lr=0.1, step_in_backward=True)
 
 
-@pytest.mark.parametrize("pack", ["auto", None])
-@pytest.mark.parametrize("placement", ["infinity-cpu", "zero-offload"])
+@pytest.mark.parametrize(
+    ("placement", "pack"),
+    [("infinity-cpu", "auto"), ("zero-offload", None), slow("infinity-cpu", None), slow("zero-offload", "auto")],
+)
 def test_gradients_that_wait_in_host_memory_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, pack: str | None
 ) -> None:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from gate import slow
 from twins import python_calls, python_calls_by_name
 
 import zinf_fx
@@ -34,7 +35,7 @@ def called(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("placement", PLACED)
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Adagrad])
+@pytest.mark.parametrize("kind", [optim.AdamW, slow(optim.SGD), slow(optim.Adagrad)])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1), (torch.bfloat16, 14)], ids=["fp32", "bf16"])
 def test_python_calls_for_each_parameter(twins, placement: str, kind: type, dtype: torch.dtype, most: int):
     """There is no window, chunk or lock for each parameter, and the class doesn't list them anew: what is left is that

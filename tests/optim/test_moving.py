@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gate import slow
 from torch.optim import Optimizer
 
 import zinf_fx
@@ -173,7 +174,7 @@ def assert_equal(mine: Optimizer, theirs: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "streamed", "in background"])
-@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("placement", ["nvme", slow("host")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_to_memory(twins, kind: type[Optimizer], placement: str, how: str):
     pair = twins(placement, shapes=SHAPES)

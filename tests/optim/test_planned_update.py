@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch import nn
 
 import zinf_fx
@@ -121,9 +123,18 @@ def train(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: zinf_fx
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("make", [small, large, backwards])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CASES = [*itertools.product((torch.float32, torch.bfloat16), (small, large, backwards), ("host", "nvme"))]
+IN_THE_GATE = (
+    (torch.float32, small, "nvme"),
+    (torch.bfloat16, large, "nvme"),
+    (torch.bfloat16, backwards, "nvme"),
+    (torch.float32, backwards, "host"),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "placement"), [case if case in IN_THE_GATE else slow(*case) for case in CASES]
+)
 def test_a_step_runs_the_chunks_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Training], placement: str, dtype: torch.dtype
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 from zinf_fx import optim
@@ -118,7 +119,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("placement", [slow("device"), "host", "nvme"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str) -> None:
     pair = twins(placement, torch.bfloat16, pack="auto" if name != "RMSprop" else None)

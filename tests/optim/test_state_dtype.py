@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gate import slow
 
 import zinf_fx
 from zinf_fx import optim
@@ -18,7 +19,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("placement", [slow("host"), "nvme"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dtype: torch.dtype) -> None:
     pair = twins(placement, dtype)

@@ -123,7 +123,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [slow(scale), forget, shrink, load])
+@pytest.mark.parametrize("change", [slow(scale), slow(forget), shrink, load])
 def test_what_is_changed_after_backward_counts(training: Training, change: Callable) -> None:
     for _ in range(2):
         training.step(change)
@@ -202,7 +202,7 @@ def test_what_fails_ahead_is_found_by_the_step(
     assert training.optimizer.torn is None
 
 
-@pytest.mark.parametrize(("budget", "count"), [(None, 10), ("4MiB", 7), ("16MiB", 10)])
+@pytest.mark.parametrize(("budget", "count"), [slow(None, 10), ("4MiB", 7), slow("16MiB", 10)])
 def test_room_for_chunks_is_within_the_budget(budget: str | None, count: int) -> None:
     """Of a machine that is described, too: its disk is as fast wherever activations go."""
     with torch.device("meta"):

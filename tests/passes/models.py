@@ -369,6 +369,29 @@ def weight_as_reshaped_copy() -> tuple[nn.Module, tuple]:
 
 
 # One of each kind of what is saved for backward, for passes that change what that is: of the other models, slow tests.
+# Of which the gate runs whatever looks at all models: others are captured by the tests of the passes that they are for.
+IN_THE_GATE = (
+    "no_stored_parameter",
+    "tied_far_apart",
+    "split_and_unbind_of_a_weight",
+    "views_of_views",
+    "weights_fetched_at_the_top",
+    "concatenated_weights",
+    "recurrent_weight",
+    "frozen",
+    "one_gradient_for_two",
+    "gradient_is_a_view_of_a_weight",
+    "only_gradients_without_a_tangent",
+    "bias_only_in_forward",
+    "batch_norm",
+    "selectively_checkpointed",
+    "int_input_and_constant",
+    "detached_weight",
+    "changed_input",
+    "weight_in_a_nested_region",
+    "effectful_operation",
+    "weight_as_reshaped_copy",
+)
 SAVING = (
     "mlp",
     "views_of_views",

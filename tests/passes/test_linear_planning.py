@@ -10,7 +10,6 @@ from types import FrameType
 
 import pytest
 import torch
-from gate import slow
 from torch import Tensor, fx, nn
 
 import zinf_fx
@@ -64,7 +63,8 @@ def check_linear(calls: list[int]) -> None:
     assert 0 < second <= 2 * BEND * first, f"{dict(zip(COUNTS, calls, strict=True))} calls for so many layers"
 
 
-@pytest.mark.parametrize(("placement", "pack"), [slow("nvme", None), ("infinity-nvme", "auto")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("placement", "pack"), [("nvme", None), ("infinity-nvme", "auto")])
 def test_planning(placement: str, pack: str | None) -> None:
     def calls(count: int) -> int:
         model, batch = Experts(count), torch.randn(2, WIDTH)

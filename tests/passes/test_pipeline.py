@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate import named
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from passes.building import Builder, aten
@@ -152,7 +153,9 @@ MANY_CHOICES = (
 )
 
 
-@pytest.mark.parametrize("name", MANY_CHOICES)
+@pytest.mark.parametrize(
+    "name", named(MANY_CHOICES, {"tied_far_apart", "selectively_checkpointed", "concatenated_weights"})
+)
 def test_plans_are_deterministic(name: str) -> None:
     """Every rank must make the same plan. PyTorch numbers the symbols of open sizes by what it captured before."""
     texts = []

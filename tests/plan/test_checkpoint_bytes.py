@@ -34,7 +34,7 @@ STATES = {"parameters": "host", "gradients": "host", "optimizer": "nvme", "activ
 FEWER = {"state_dtype": "8bit", "master_dtype": "split"}
 
 
-@pytest.mark.parametrize("placement", ["nvme", slow("host"), STATES], ids=["nvme", "host", "states"])
+@pytest.mark.parametrize("placement", ["nvme", slow("host"), slow(STATES)], ids=["nvme", "host", "states"])
 @pytest.mark.parametrize(
     ("options", "states"),
     [({}, {}), ({"pack": "auto"}, FEWER), ({"tile": "4KiB"}, {})],

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gate import slow
 from torch import nn
 
 from zinf_fx import Config
@@ -74,7 +75,13 @@ def test_what_the_arena_holds_from_event_to_event():
 
 @pytest.mark.parametrize(
     ("placement", "prefetch"),
-    [("nvme", None), ("nvme", (1, 2, 3)), ("infinity-nvme", (1, 2, 3)), ("infinity-cpu", None), ("zero-offload", None)],
+    [
+        slow("nvme", None),
+        ("nvme", (1, 2, 3)),
+        slow("infinity-nvme", (1, 2, 3)),
+        ("infinity-cpu", None),
+        slow("zero-offload", None),
+    ],
 )
 def test_the_curves_have_the_peaks_of_the_tables(placement: str, prefetch: tuple[int, ...] | None):
     plan = plan_of(9, placement=placement, prefetch=prefetch)

@@ -16,6 +16,7 @@ from unittest import mock
 import jsonschema
 import pytest
 import torch
+from gate import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -60,7 +61,12 @@ def content() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"device_memory": "80KiB"}, {"host_memory": "1MiB", "chunk": "64KiB"}, {"activations": 1, "prefetch": None}],
+    [
+        slow({}),
+        {"device_memory": "80KiB"},
+        slow({"host_memory": "1MiB", "chunk": "64KiB"}),
+        {"activations": 1, "prefetch": None},
+    ],
 )
 def test_what_is_written_is_read_back_and_described_by_the_schema(tmp_path: Path, options: dict):
     plan = exported(**options)

@@ -713,7 +713,7 @@ CAPTURED = [
     slow("nvme", {"activations": "offload"}),
     slow("infinity-nvme", {"residency": False}),
     ("infinity-nvme", {"tile": "16KiB"}),
-    ("infinity-cpu", {"prefetch": None, "residency": False}),
+    slow("infinity-cpu", {"prefetch": None, "residency": False}),
     slow("zero-offload", {}),
     ("zero-offload", {"activations": "offload"}),
 ]

@@ -49,7 +49,7 @@ def on_two(rank: int) -> tuple:
     options = {"steps": 3, "micro_batches": 2}
     return (
         compare(rank, ("nvme",), options),
-        compare(rank, ("infinity-nvme",), options | {"clip": 0.5, "eps": EPSILON}, tile=2500),
+        compare(rank, ("infinity-nvme",), options | {"steps": 2, "clip": 0.5, "eps": EPSILON}, tile=2500),
         sent(rank, "infinity-nvme"),
     )
 

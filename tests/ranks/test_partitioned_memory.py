@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gate import slow
 from ranks.launching import on_ranks
 from torch import nn
 
@@ -33,7 +34,7 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
 def test_model_states_of_a_rank_follow_table_1(size: int):
     """With Adam in mixed precision: 2 Psi of parameters, 2 Psi of gradients, 12 Psi of optimizer states."""
     for found in on_ranks(size, states):

@@ -140,6 +140,7 @@ def loaded(rank: int, folder: Path, alike: bool) -> tuple[float, tuple[int, int]
         return net.weight.full_tensor().unique().item(), resident
 
 
+@pytest.mark.slow
 def test_ranks_read_their_parts_of_a_file_that_all_have(tmp_path: Path):
     value = torch.full((2048, 4096), 3.0)
     safetensors.torch.save_file({"weight": value}, tmp_path / "file.safetensors")

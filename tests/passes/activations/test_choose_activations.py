@@ -124,11 +124,12 @@ def test_seconds_of_matrix_products_and_of_the_rest() -> None:
 
 # Without room everything is computed again or leaves, as test_recompute_activations and test_offload_activations do to
 # models; with a little, some segments stay.
-CHOSEN = ("tied_far_apart", "attention", "checkpointed_dropout", "batch_norm")
+CHOSEN = ("attention", "batch_norm")
 ROOMS = [
     ("mlp", 0),
     *((name, 2_000) for name in CHOSEN),
     slow("mlp", 2_000),
+    *(slow(name, 2_000) for name in ("tied_far_apart", "checkpointed_dropout")),
     *(slow(name, 0) for name in CASES if name != "mlp"),
 ]
 

@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+from gate import slow
 from passes.building import Builder, aten
 from passes.capturing import train
 from passes.models import Block
@@ -171,7 +172,7 @@ def test_regions_that_compute_with_other_parts_are_equal() -> None:
     assert len({region.text for region in regions_of(built)}) == 1
 
 
-@pytest.mark.parametrize("pack", [None, "auto"])
+@pytest.mark.parametrize("pack", [slow(None), "auto"])
 def test_a_deeper_model_has_no_other_regions(pack: str | None) -> None:
     """Whether each parameter moves by itself, or those of all layers together, in one operator."""
 

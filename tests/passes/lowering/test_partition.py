@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gate import named
 from passes.capturing import Record, copy_graph, train
-from passes.models import CASES, Expression, trained
+from passes.models import CASES, IN_THE_GATE, Expression, trained
 from passes.reference import assert_same
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -21,7 +22,7 @@ from zinf_fx.passes.lowering.reduce_gradients import ReduceGradients
 from zinf_fx.passes.pipeline import run_passes
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES, IN_THE_GATE))
 def test_forward_and_backward_compute_what_the_joint_graph_computes(name: str) -> None:
     record = trained(name)
     if record.joint is None:
@@ -37,7 +38,7 @@ def test_forward_and_backward_compute_what_the_joint_graph_computes(name: str) -
     assert_same(back.gradients, joint.gradients)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES, IN_THE_GATE))
 def test_every_reduction_is_in_backward(name: str) -> None:
     record = trained(name)
     if record.joint is None:

@@ -6,8 +6,9 @@ import operator
 
 import pytest
 import torch
+from gate import named
 from passes.building import Builder, aten
-from passes.models import CASES, trained
+from passes.models import CASES, IN_THE_GATE, trained
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_fx import ops
@@ -119,7 +120,7 @@ def test_a_gather_is_no_border_of_a_checkpointed_region() -> None:
     assert weight.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in weight.meta
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES, IN_THE_GATE))
 def test_no_value_of_a_tile_is_saved(name: str) -> None:
     record = trained(name)
     if "forward" not in record.planned:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from gate import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from passes.building import Builder, aten
@@ -194,7 +195,9 @@ def test_of_one_size_as_many_are_saved_as_can_be(order: list[int], free: list[in
     assert sum(take(left, gap) for gap in gaps) == _saved_at_most(gaps[:10], free) or len(gaps) > 10
 
 
-@pytest.mark.parametrize(("name", "budget"), [("tied_far_apart", "4KiB"), ("mlp", "5KiB"), ("tied_far_apart", "64KiB")])
+@pytest.mark.parametrize(
+    ("name", "budget"), [("tied_far_apart", "4KiB"), slow("mlp", "5KiB"), slow("tied_far_apart", "64KiB")]
+)
 def test_numerics(name: str, budget: str) -> None:
     model, inputs = CASES[name]()
     record = assert_trains_like_eager(model, *inputs, config=Config(placement="nvme", device_memory=budget))

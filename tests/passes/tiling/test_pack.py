@@ -114,8 +114,6 @@ IN_THE_GATE = (
     "gradient_is_a_view_of_a_weight",
     "gradient_without_a_tangent",
     "bias_only_in_forward",
-    "checkpointed_dropout",
-    "autocast",
 )
 
 

@@ -174,7 +174,7 @@ def test_a_weight_whose_rows_are_summed_over() -> None:
     )
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [slow(False), True])
 def test_a_gradient_of_many_uses(transposed: bool) -> None:
     """Their sum is deeper than Python's stack."""
     uses = 300
@@ -325,7 +325,6 @@ IN_THE_GATE = (
     "one_gradient_for_two",
     "gradient_is_a_view_of_a_weight",
     "bias_only_in_forward",
-    "checkpointed_dropout",
     "weight_as_reshaped_copy",
 )
 LIMITS = [

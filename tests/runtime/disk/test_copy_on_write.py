@@ -65,7 +65,7 @@ class Written:
             assert found == expected
 
 
-@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("several", [slow(1), 2])
 @pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6))])
 def test_whatever_is_written_frozen_and_released(tmp_path: Path, seed: int, several: int):
     """Three at a time, of which the oldest is replaced now and then, so that extents change places."""

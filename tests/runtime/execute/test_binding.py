@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, inject
 from twins import Net, python_calls_by_name, x
 
@@ -38,7 +39,7 @@ def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[
     return lambda: call(batch).backward(), step
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("placement", [slow("device"), "host"])
 def test_an_operator_is_told_where_it_begins_and_ends_and_nothing_else_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:

@@ -36,9 +36,7 @@ from launch_queue import Launch, LaunchQueue
 RATE = 1e6  # bytes per second of the device's memory and of its links: a kernel takes 30 ms or more
 LAYERS, WIDTH, BATCH = 8, 128, 64
 NBYTES = WIDTH * WIDTH * 4  # of a layer
-PLACEMENTS = named(
-    ("device", "infinity-cpu", "zero-offload", "nvme", "infinity-nvme"), ("device", "infinity-cpu", "infinity-nvme")
-)
+PLACEMENTS = named(("device", "infinity-cpu", "zero-offload", "nvme", "infinity-nvme"), ("device", "infinity-nvme"))
 
 
 def hardware(disk: float, download: float) -> Hardware:

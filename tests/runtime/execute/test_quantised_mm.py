@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gate import slow
 
 from zinf_fx import ops
 from zinf_fx.quantisation import FORMATS, dequantised, quantised
@@ -11,7 +12,7 @@ from zinf_fx.runtime.execute import workspace
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(200, 192), (321, 1100)], ids=str)
 def test_parts_give_the_same_bits(monkeypatch, shape, name, dtype, threads):

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from gate import slow
 from twins import Net, python_calls_by_name, x
 from versions import BEFORE_2_12
 
@@ -142,7 +143,7 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
         assert len({storage.data_ptr() for storage in (*storages, tangent.untyped_storage())}) == len(storages) + 1
 
 
-@pytest.mark.parametrize(("placement", "bound"), [("device", 15), ("host", 31)])
+@pytest.mark.parametrize(("placement", "bound"), [slow("device", 15), ("host", 31)])
 def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatch, placement: str, bound: int):
     """Of a whole step. Somebody who brings back work for each parameter sees it here."""
     # As in a process that had no budget before, and no optimizer that steps in backward.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
 from runtime import late_device
 from torch import Tensor, nn
@@ -58,8 +59,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["host memory", "memory of its own"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "memory"),
+    [
+        (True, "host memory"),
+        (False, "memory of its own"),
+        slow(False, "host memory"),
+        slow(True, "memory of its own"),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_those_of_plain_pytorch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: list[Window], kind: str, tied: bool, memory: str

@@ -84,7 +84,7 @@ def plainly_trained(accumulate: int) -> tuple[GPT, list[float]]:
     return plain, train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), accumulate)
 
 
-IN_THE_SLOW_TESTS = {"nvme", "updated on the device", "gradients on the device"}
+IN_THE_SLOW_TESTS = {"host", "nvme", "zero-offload", "updated on the device", "gradients on the device"}
 
 
 # One after the other with two micro-batches and with one, so that every tier of gradients comes with both;
@@ -108,7 +108,9 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     assert bool(zinf_fx.stats(model).peak_device_arena_bytes) != in_place
 
 
-@pytest.mark.parametrize("name", ["infinity-nvme", "updated there from memory", slow("device"), slow("zero-offload")])
+@pytest.mark.parametrize(
+    "name", ["updated there from memory", slow("infinity-nvme"), slow("device"), slow("zero-offload")]
+)
 def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
     """Its states on each tier, updated on the CPU and on the device."""
     model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[name])
@@ -118,7 +120,7 @@ def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
     assert_equal(model, plain)
 
 
-@pytest.mark.parametrize("placement", ["zero-offload", "infinity-nvme", slow("device")])
+@pytest.mark.parametrize("placement", ["infinity-nvme", slow("zero-offload"), slow("device")])
 def test_training_in_bf16(tmp_path: Path, placement: str) -> None:
     plain, model = build(torch.bfloat16), build(torch.bfloat16)
     zinf_fx.offload(model, store=tmp_path, placement=placement)
@@ -139,7 +141,8 @@ def test_training_in_bf16(tmp_path: Path, placement: str) -> None:
     assert_equal(model, plain)
 
 
-@pytest.mark.parametrize("tier", [slow("host"), "nvme"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_tiles_and_no_prefetch(tmp_path: Path, tier: str) -> None:
     _, expected = plainly_trained(2)
     model = zinf_fx.offload(build(), store=tmp_path, placement=tier, tile=2500, prefetch=None)
