@@ -143,8 +143,7 @@ class OnHost(TorchDispatchMode):
         began, read, written = time.thread_time(), 0, 0
         for of_parameter in operands:
             gradient, weight = of_parameter.gradient, of_parameter.weight
-            states = (of_parameter.exp_avg, of_parameter.exp_avg_sq, of_parameter.max_exp_avg_sq)
-            kept = [state for state in (of_parameter.master, *states) if state.values]
+            kept = [state for state in (of_parameter.master, *of_parameter.states) if state.values]
             nbytes = of_parameter.count * sum(_ITEMSIZES[array.kind] for array in kept)
             rounded = of_parameter.count * _ITEMSIZES[weight.kind] if weight.values else 0
             read += nbytes + of_parameter.count * _ITEMSIZES[gradient.kind]
@@ -247,7 +246,7 @@ class LaunchQueue(TorchDispatchMode):
     def standing_in(self) -> Iterator[None]:
         """A block in which stored tensors of the CPU are computed with on this device."""
         before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread
-        update_adam = kernels.update_adam
+        native_update = kernels.update
         for of_torch in (torch.optim.Adam, torch.optim.AdamW):  # compares values, of which there are none here
             has_kernel(of_torch([torch.nn.Parameter(torch.zeros(1))], fused=True))
 
@@ -256,17 +255,17 @@ class LaunchQueue(TorchDispatchMode):
             if isinstance(mode, OnHost):
                 mode.update(operands)
             else:
-                update_adam(options, operands, instructions, threads)
+                native_update(options, operands, instructions, threads)
 
         MAKERS["cpu"] = lambda torch_device: self.device
-        packs.IN_HOST_MEMORY, step.BackgroundThread, kernels.update_adam = frozenset(), StandInThread, update
+        packs.IN_HOST_MEMORY, step.BackgroundThread, kernels.update = frozenset(), StandInThread, update
         try:
             with self:
                 self._entry = self._measured_entry()
                 yield
         finally:
             MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread = before, alone, beside
-            kernels.update_adam = update_adam
+            kernels.update = native_update
 
     def _measured_entry(self) -> float:
         """What an operation that isn't launched takes here longer than without this, as the clock sees it."""
