@@ -319,7 +319,7 @@ by_columns.register_fake(torch.empty_like)
 by_columns.register_autograd(lambda ctx, grad: grad.clone())
 
 
-@pytest.mark.parametrize(("build", "tolerance", "tier"), [(Rotary, 0.0, "nvme"), (Columns, 1e-5, "host")])
+@pytest.mark.parametrize(("build", "tolerance", "tier"), [(Rotary, 0.0, "nvme"), slow(Columns, 1e-5, "host")])
 def test_what_comes_back_is_what_left_however_it_lay(
     tmp_path: Path, build: type[nn.Module], tolerance: float, tier: str
 ) -> None:
@@ -335,7 +335,7 @@ def test_what_comes_back_is_what_left_however_it_lay(
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [slow("host"), "nvme"])
 def test_a_model_that_dies_takes_its_activations_along(tmp_path: Path, tier: str) -> None:
     model = zinf_fx.offload(Stack(), store=tmp_path, placement=placed(tier))
     call = torch.compile(model, backend="zinf")

@@ -179,7 +179,7 @@ def test_graph_breaks(pair: tuple[Net, Net]) -> None:
     assert_nothing_leaked(model)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, slow(True)])
 def test_new_shapes(pair: tuple[Net, Net], dynamic: bool | None) -> None:
     plain, model = pair
     call = torch.compile(model, backend="zinf", dynamic=dynamic)
@@ -193,7 +193,7 @@ def test_new_shapes(pair: tuple[Net, Net], dynamic: bool | None) -> None:
     assert_nothing_leaked(model)
 
 
-@pytest.mark.parametrize("one_store", [True, False])
+@pytest.mark.parametrize("one_store", [True, slow(False)])
 def test_two_models_in_one_process(tmp_path: Path, one_store: bool) -> None:
     plains, models, calls = [], [], []
     for name in ("one", "other"):

@@ -124,7 +124,7 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
         slow(4, {"activations": "offload", "placement": "host"}),
         slow(4, {"device_memory": "160KiB", "activations": "auto"}),
         (4, {"activations": "recompute", "pack": None, "micro_batch_group": "auto"}),
-        (2, {"activations": "offload", "placement": "host", "pack": None, "micro_batch_group": 3}),
+        slow(2, {"activations": "offload", "placement": "host", "pack": None, "micro_batch_group": 3}),
         slow(4, {"activations": 1, "device_memory": "160KiB", "micro_batch_group": "auto"}),
         slow(2, {"activations": "recompute", "pack": None, "micro_batch_group": 100}),
         slow(4, {"placement": "device", "micro_batch_group": "auto"}),
@@ -332,7 +332,7 @@ def captured(**options: Any) -> Capture:
     return captures[0]
 
 
-@pytest.mark.parametrize(("own", "fits", "too_small"), [({}, {}, TIGHT), (TIGHT, {"device_memory": None}, {})])
+@pytest.mark.parametrize(("own", "fits", "too_small"), [({}, {}, TIGHT), slow(TIGHT, {"device_memory": None}, {})])
 def test_what_did_not_fit_has_no_plan_when_it_is_asked_for_again(own: dict, fits: dict, too_small: dict) -> None:
     capture = captured(**own)
     plan = capture.planned(**fits)
@@ -362,7 +362,8 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
     assert_same_gradients(twin, plain)
 
 
-@pytest.mark.parametrize("group", [2, slow(1), slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2, 4])
 def test_groups_accumulate(tmp_path: Path, group: int) -> None:
     """Eight micro-batches in groups: a sum of sums, which rounds in other places than the loop's."""
     torch.manual_seed(0)

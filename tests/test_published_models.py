@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from gate import slow
 from safetensors.torch import save_file
 from test_published import published
 from torch import Tensor
@@ -66,7 +67,7 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("model", [fp8, mxfp4, experts])
+@pytest.mark.parametrize("model", [slow(fp8), mxfp4, experts])
 def test_values_are_those_of_transformers(tmp_path: Path, model):
     torch.manual_seed(0)
     config, how, quantisation = model()

@@ -15,6 +15,7 @@ import disk_bound
 TINY = ["--layers", "1", "--hidden", "64", "--heads", "2", "--context", "16", "--rounds", "1", "--steps", "1"]
 
 
+@pytest.mark.slow
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert disk_bound.main([*TINY, "--store", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

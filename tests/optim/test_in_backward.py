@@ -203,6 +203,7 @@ def test_a_second_backward_before_step_is_refused(tmp_path: Path, zero: bool, co
         call(*tokens()).backward()
 
 
+@pytest.mark.slow
 def test_a_forward_pass_without_backward_is_harmless(tmp_path: Path) -> None:
     losses = []
     for directory, options in (("in", {"step_in_backward": True}), ("after", {})):

@@ -123,7 +123,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [slow(scale), slow(forget), shrink, load])
+@pytest.mark.parametrize("change", [slow(scale), slow(forget), slow(shrink), load])
 def test_what_is_changed_after_backward_counts(training: Training, change: Callable) -> None:
     for _ in range(2):
         training.step(change)
@@ -181,7 +181,7 @@ def test_it_goes_with_the_optimizer(training: Training) -> None:
     assert tiers.ahead is None and tiers.host.in_use <= before - 2 * LEAST_CHUNK
 
 
-@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("arrives", [True, slow(False)])
 def test_what_fails_ahead_is_found_by_the_step(
     training: Training, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
@@ -228,7 +228,7 @@ def test_chunks_that_are_mostly_in_memory_have_no_use_for_more_room() -> None:
     assert plan.regions.chunk_count == CHUNKS < chunks_wanted(plan, NOMINAL)
 
 
-@pytest.mark.parametrize("rows", [4, 2000])
+@pytest.mark.parametrize("rows", [4, slow(2000)])
 def test_a_step_that_has_no_use_for_more_chunks_has_three(rows: int) -> None:
     """Of few rows, the disk is busy in backward, too; with many, computing takes longer than the disk."""
     with torch.device("meta"):

@@ -129,7 +129,7 @@ def assert_same_states(mine: dict, theirs: dict) -> None:
             assert mine[name] == value, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("case", "placement"), PLACED)
 def test_streamed_is_bitwise_equal_to_memory(twins, case: str, placement: str, dtype: torch.dtype):
     kind, options, shapes = CASES[case]

@@ -43,7 +43,7 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["tied_far_apart", "weights_fetched_at_the_top", slow("mlp"), slow("checkpointed_dropout")]
+    "name", ["tied_far_apart", slow("weights_fetched_at_the_top"), slow("mlp"), slow("checkpointed_dropout")]
 )
 def test_trains_like_eager_without_prefetch(name: str) -> None:
     model, inputs = CASES[name]()

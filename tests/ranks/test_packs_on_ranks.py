@@ -81,8 +81,8 @@ def counted(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[Moved, Moved
 @pytest.mark.parametrize(
     ("size", "presets"),
     [
-        (2, ("dp", "infinity-nvme")),
-        slow(2, ("zero-1",)),
+        (2, ("infinity-nvme",)),
+        slow(2, ("dp", "zero-1")),
         slow(4, ("dp", "zero-1", "zero-2", "zero-3", "infinity-cpu", "nvme")),
     ],
     ids=str,

@@ -42,8 +42,8 @@ def compare(rank: int, presets: tuple[str, ...], options: dict[str, Any], compil
     return found
 
 
-# In the gate, test_order_on_ranks has dp, test_hybrid zero-1, test_ranks_tiles zero-3, test_lengths infinity-nvme, and
-# test_owners nvme.
+# In the gate, test_order_on_ranks has dp, test_lengths zero-2 and infinity-nvme, test_optimizer_steps zero-1, and
+# test_owners nvme; "spread" has parameters that are divided on the device, as all of zero-3 are.
 @pytest.mark.parametrize(
     ("presets", "steps"),
     [(("spread",), 3), slow((*PRESETS, "spread"), 10)],
@@ -59,7 +59,7 @@ def test_four_ranks_train_as_distributed_data_parallel():
         assert differences.keys() == set(PRESETS) and max(differences.values()) < ROUNDING
 
 
-@pytest.mark.slow  # in the gate, test_hybrid and test_ranks_tiles have it, in groups and in tiles
+@pytest.mark.slow  # in the gate, test_hybrid and test_owners have it, in groups and in tiles
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 def test_accumulation_without_synchronisation_and_clipping(compiled: bool):
     options = {"steps": 3, "micro_batches": 2, "clip": 0.5}
@@ -96,8 +96,7 @@ def formula(model: training.Model, preset: str, size: int) -> int:
     return total
 
 
-# Those of stage 3, which are stored in shards of whole blocks, or, among "spread", of elements. In the gate,
-# test_hybrid has stage 1.
+# Those of stage 3, which are stored in shards of whole blocks, or, among "spread", of elements.
 @pytest.mark.parametrize(
     ("size", "presets"),
     [(2, ("infinity-nvme",)), slow(2, ("spread", "dp", "zero-2", "zero-3")), slow(4, PRESETS)],

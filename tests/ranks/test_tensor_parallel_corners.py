@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from gate import slow
 from ranks import tensor_parallel as tp
 from ranks.launching import on_ranks
 from torch import nn
@@ -150,9 +151,9 @@ def infinities_are_everyones(mesh: DeviceMesh) -> bool:
     return scaler.get_scale() == 2.0 and torch.equal(after, before)
 
 
-def on_two(rank: int) -> dict[str, Any]:
+def on_two(rank: int, checks: Sequence[Callable[[DeviceMesh], bool]]) -> dict[str, bool]:
     mesh = tp.mesh_of(1, 2)["tp"]
-    return {check.__name__: check(mesh) for check in CHECKS}
+    return {check.__name__: check(mesh) for check in checks}
 
 
 CHECKS = (
@@ -168,6 +169,10 @@ CHECKS = (
 )
 
 
-def test_what_models_of_tensor_parallelism_go_through():
-    for found in on_ranks(2, on_two):
-        assert found == {check.__name__: True for check in CHECKS}
+IN_THE_GATE = (graphs_with_gradients_present, infinities_are_everyones, other_numbers_are_refused)
+
+
+@pytest.mark.parametrize("checks", [IN_THE_GATE, slow(CHECKS)], ids=len)
+def test_what_models_of_tensor_parallelism_go_through(checks: Sequence[Callable[[DeviceMesh], bool]]):
+    for found in on_ranks(2, on_two, checks):
+        assert found == {check.__name__: True for check in checks}

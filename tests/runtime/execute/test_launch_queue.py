@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gate import named
+from gate import named, slow
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -139,7 +139,7 @@ def share_memory(one: Launch, other: Launch) -> bool:
     return any(a < d and c < b for a, b in one.places for c, d in other.places)
 
 
-@pytest.mark.parametrize("placement", ["nvme", "infinity-nvme"])
+@pytest.mark.parametrize("placement", [slow("nvme"), "infinity-nvme"])
 def test_a_slow_disk_stalls_what_needs_it_and_nothing_else(trained: Callable[..., Training], placement: str) -> None:
     training = trained(placement, disk=NBYTES / 3.0)
     first = len(training.queue.copies)
