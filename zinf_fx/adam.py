@@ -44,7 +44,7 @@ def has_master(itemsize: int) -> bool:
 
 
 def state_dtype(dtype: str, itemsize: float) -> str:
-    """That of the states of such a parameter, which has so many bytes per element."""
+    """Return the dtype of the states of a parameter in `dtype`, which has so many bytes per element."""
     return dtype if itemsize > STATE_BYTES else "float32"
 
 
@@ -110,7 +110,6 @@ class AdamStates:
         return -(-elements // BITS) if self._is_split else 0
 
     def _scales_nbytes(self, elements: int) -> int:
-        """Of one moment."""
         return STATE_BYTES * -(-elements // BLOCK) if self.moments == "8bit" else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Steps that depend on more than this rank's share: scaled gradients, masters, updates in backward."""
+"""Steps that depend on more than this rank's shard: scaled gradients, masters, updates in backward."""
 
 from __future__ import annotations
 
@@ -159,6 +159,6 @@ def whole_in_backward(rank: int) -> str:
     return str(error.value)
 
 
-def test_whole_parameters_in_shares_are_not_updated_in_backward():
+def test_whole_parameters_in_shards_are_not_updated_in_backward():
     for message in on_ranks(2, whole_in_backward):
         assert "takes all ranks at the same time: leave step_in_backward out" in message

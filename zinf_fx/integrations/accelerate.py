@@ -1,4 +1,4 @@
-"""accelerate: it compiles with this backend, and saves stored models by checkpoints, each rank its shares.
+"""accelerate: it compiles with this backend, and saves stored models by checkpoints, each rank its shards.
 
 accelerate, through which transformers' Trainer compiles, accepts the backends of a closed list: importing this module
 adds "zinf" to it.
@@ -38,7 +38,7 @@ if NAME not in DynamoBackend.__members__:
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's own, whose ranks save and load stored models and their optimizers together, each its shares.
+    """accelerate's own, whose ranks save and load stored models and their optimizers together, each its shards.
 
     The folder of `save_state` has the first model's weights as safetensors files, those of a second one in `model_1/`,
     and so on; a checkpoint of the optimizers, and of gradients that the first model has accumulated, in `zinf/`; and

@@ -1,7 +1,7 @@
 """transformers' Trainer for stored models: all ranks save and resume, by the checkpoints of zinf_fx, in bounded memory.
 
 transformers' own Trainer writes all states of an optimizer to one file, on its first rank alone. Here all ranks save,
-each its shares. A folder `checkpoint-N` has the weights as safetensors files, which `from_pretrained` reads, a
+each its shards. A folder `checkpoint-N` has the weights as safetensors files, which `from_pretrained` reads, a
 checkpoint of the optimizer and the scheduler in `zinf/`, and beside them what the Trainer writes for any model.
 
 [Note: the Trainer's methods]
@@ -143,7 +143,7 @@ class ForStoredModels(_Trainer):
 
 
 class Trainer(ForStoredModels, transformers.Trainer):
-    """transformers' Trainer for stored models, whose ranks save and resume together, each its shares."""
+    """transformers' Trainer for stored models, whose ranks save and resume together, each its shards."""
 
 
 def _last_whole(folder: Path) -> str | None:

@@ -113,13 +113,13 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def update_rates() -> dict[UpdateForm, float]:
-    """Parameters in bf16 per second that AdamW updates in host memory, as it does the optimizer's chunks, by the form
-    of their states."""
+    """Measure how many parameters in bf16 per second AdamW updates in host memory, as it does the optimizer's chunks,
+    by the form of their states."""
     return {form: update_rate(form) for form in get_args(UpdateForm)}
 
 
 def update_rate(form: UpdateForm) -> float:
-    """The parameters per second of one form."""
+    """Measure the parameters per second of one form."""
     lanes, elements = lanes_for(_UPDATED)
     pieces = [_operands(elements, form) for _ in range(-(-_UPDATED // elements))]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
@@ -137,7 +137,7 @@ def update_rate(form: UpdateForm) -> float:
 
 
 def _operands(count: int, form: UpdateForm) -> Operands:
-    """So many elements of a parameter in bf16, with what AdamW has of it."""
+    """Make so many elements of a parameter in bf16, with what AdamW has of it."""
     zeros = partial(torch.zeros, device="cpu")
     moments = form.removeprefix("split, ")
     if moments != form:

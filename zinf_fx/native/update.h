@@ -1,7 +1,6 @@
 /* One step of Adam, AdamW or SGD over elements that are kept in few bits, in one pass over memory.
  *
- * Arithmetic is in fp32, and each operation is that of PyTorch's fused kernel for fp32 on the CPU,
-     in its order. What is
+ * Arithmetic is in fp32, and each operation is that of PyTorch's fused kernel for fp32 on the CPU, in its order. What is
  * kept is decoded, updated and encoded block by block, in the first cache. The result is the same to the bit for every
  * set of instructions and any number of threads.
  */
@@ -72,9 +71,8 @@ struct zinf_options {
     float momentum;      /* of SGD, which without it has no states */
     float momentum_rate; /* 1 - dampening */
     int nesterov;
-    unsigned vector; /* elements of a vector of PyTorch's kernel,
-        whose maximum of NaN and a number is NaN; behind the last
-                      * vector, it is what was the maximum before */
+    unsigned vector; /* elements of a vector of PyTorch's kernel, whose maximum of NaN and a number is NaN; behind the
+                      * last vector, it is what was the maximum before */
 };
 
 /* The best instructions that this processor has. */

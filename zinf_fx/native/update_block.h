@@ -15,8 +15,7 @@ struct NAMED(divisor) {
 };
 
 /* The quotient by multiplication with the inverse, to which what it lacks is added twice, is rounded as that of a
- * division (Markstein, 1990),
-     where nothing on the way is subnormal or infinite. A division takes four times as long. */
+ * division (Markstein, 1990), where nothing on the way is subnormal or infinite. A division takes four times as long. */
 ALWAYS struct NAMED(divisor) NAMED(divisor)(float number)
 {
     struct NAMED(divisor) divisor = {ALL(number), ALL(1 / number), number > 0x1p-80f && number < 0x1p100f};

@@ -91,7 +91,7 @@ class ChunkMemory:
 
     @property
     def _next_part(self) -> range:
-        """Return the part of the planned room for chunks that the next one has."""
+        """The part of the planned room for chunks that the next one has."""
         return self._part(self.opened)
 
     def _part(self, number: int) -> range:

@@ -246,7 +246,7 @@ def _run_on_one(
 
 
 def _number(value: object) -> object:
-    """Return `value`, the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
+    """Return `value`, or the full one of a DTensor: the norm of gradients of which some are DTensors is one."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -95,7 +95,7 @@ class NativeOperands:
 
     @staticmethod
     def of(inner: Optimizer, operands: Sequence[Operands]) -> NativeOperands | None:
-        """None where there is no kernel for what the elements are kept in by `inner`, for which there is one."""
+        """Return operands for `inner`, for which there is a kernel; None where that doesn't know their formats."""
         names = _states_of(inner.param_groups[0])
         are_known = all(_are_known(of_parameter, names) for of_parameter in operands)
         return NativeOperands(operands, names) if are_known else None
@@ -127,7 +127,7 @@ class NativeOperands:
 
 
 def _are_known(operands: Operands, names: Collection[str]) -> bool:
-    """Whether there is a kernel for elements that are kept so. `names`: those of the states that the class has."""
+    """Whether there is a kernel for elements that are kept so. `names` are those of the states that the class has."""
     parameter, master, states = operands.parameter, operands.master, operands.states
     if {name for name in states if kind_of(name, states) is None} != set(names) or operands.numbers.keys() - {"step"}:
         return False
@@ -152,14 +152,14 @@ def _is_sgd(group: Group) -> bool:
 
 
 def _states_of(group: Group) -> tuple[str, ...]:
-    """The names of the states that the class of a group has, in the order of a `struct zinf_operands`."""
+    """Return the names of the states that the class of a group has, in the order of a `struct zinf_operands`."""
     if _is_sgd(group):
         return ("momentum_buffer",) if group["momentum"] else ()
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
 def _options(group: Group) -> dict[str, float]:
-    """The `struct zinf_options` of a group."""
+    """Return the `struct zinf_options` of a group."""
     if _is_sgd(group):
         return {
             "rule": kernels.SGD,
@@ -196,7 +196,7 @@ def _set_step(native: Any, group: Group, step: float) -> None:
 
 
 def _native(operands: Operands, names: Sequence[str], maps: Mapping[str, _Map]) -> dict[str, object]:
-    """The `struct zinf_operands` of some elements with the states `names`, without what it has of a step."""
+    """Return the `struct zinf_operands` of some elements with the states `names`, without what it has of a step."""
     master, parameter = operands.master, operands.parameter
     return {
         "count": parameter.numel(),

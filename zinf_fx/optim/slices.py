@@ -382,7 +382,7 @@ class OpenSlice(OpenWindows):
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the names of the states that are stored, once updated."""
+        """The names of the states that are stored, once updated."""
         return self.states.kind.names
 
     def store(self, unscaled: bool) -> None:

@@ -54,8 +54,8 @@ def update_elements(
 def _computed_with(
     operands: Sequence[Operands], names: Sequence[str], scratch: torch.Tensor | None
 ) -> tuple[TensorLists, list[torch.Tensor], bool]:
-    """What the class computes with, the gradients, and whether all that are the operands themselves. `names`: of the
-    states that the class has."""
+    """Return what the class computes with, the gradients, and whether all that are the operands themselves. `names` are
+    those of the states that the class has."""
     weights: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     states: list[State] = []
@@ -108,7 +108,7 @@ def _store_weights(operands: Sequence[Operands], weights: Sequence[torch.Tensor]
 
 def take_over_written(master: Mapping[str, torch.Tensor], parameter: torch.Tensor, known: bool) -> None:
     """Take over into the master what others wrote to the parameter; where this still is the master rounded, the master
-    stays. `known`: whether there is a master yet. Of split ones: see [Note: weights that others write to]."""
+    stays. `known` says whether there is a master yet. Of split ones: see [Note: weights that others write to]."""
     if MASTER_UP in master:
         for kept in master.values() if not known else ():
             kept.zero_()

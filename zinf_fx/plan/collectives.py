@@ -13,7 +13,7 @@ from zinf_fx.plan.schedule import Event, GraphSchedule
 def collectives_in(schedule: GraphSchedule) -> list[Event]:
     """The events of a graph that may start a collective over the ranks that train the model, in their order.
 
-    All-gathers and reduce-scatters do. Where every rank has all of a parameter, and updates its own share only, the
+    All-gathers and reduce-scatters do. Where every rank has all of a parameter, and updates its own shard only, the
     fetch starts to gather what other ranks updated.
     """
     collectives = []

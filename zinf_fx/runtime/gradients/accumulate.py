@@ -238,7 +238,7 @@ def _storage_of_gradient(parameter: StoredTensor) -> TensorStorage:
     if gradient is None:
         raise StoredTensorError(
             f"the `grad` of a stored parameter of shape {tuple(parameter.shape)} was set to a tensor that this "
-            "rank's share of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
+            "rank's shard of a gradient can't be added to: set it to None, or change it with zinf_fx.gathered()"
         )
     return gradient.stored
 

@@ -118,7 +118,7 @@ class StoredTile:
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """Return what a graph computes with of members that are in place."""
+        """What a graph computes with of members that are in place."""
         return [storage.part(start, shape) for storage, (start, shape) in zip(self.members, self._shapes, strict=True)]
 
     def settled(self) -> None:
@@ -136,8 +136,8 @@ class StoredTile:
 
     @property
     def parts(self) -> list[TilePart]:
-        """Return what of it lives side by side, in the order in which the members live, which may be another one than
-        that in the plan."""
+        """What of it lives side by side, in the order in which the members live, which may be another one than that in
+        the plan."""
         held = [storage.bytes for storage in self.members]
         if self._parts is None or not all(map(is_, held, self._parts[0])):
             self._parts = held, self._parts_of(held)

@@ -116,7 +116,7 @@ class Window(_Lifecycle):
 
     @property
     def elements(self) -> range:
-        """Return the elements of the allocation that are here, in whole blocks."""
+        """The elements of the allocation that are here, in whole blocks."""
         return self._elements
 
     @property
@@ -271,7 +271,7 @@ class DeviceWindow(_Lifecycle):
 
     @property
     def elements(self) -> range:
-        """Return the elements of the allocation that are here."""
+        """The elements of the allocation that are here."""
         return range(self._first, self._first + self._count)
 
     def take_over(self, start: int, written: torch.Tensor) -> Ticket | None:
