@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from followed import followed_plans
+from gate import slow
 from torch.utils.checkpoint import checkpoint
 
 import zinf_fx
@@ -55,7 +56,7 @@ def test_a_placement_that_contradicts_the_offloaded_model_is_refused(tmp_path):
     assert "was offloaded with" in str(raised.value)
 
 
-@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("placement", [slow("device"), slow("host"), "nvme"])
 def test_one_line_use_offloads_in_place_and_computes_the_same(tmp_path, placement):
     plain, model = mlp(), mlp()
     identities = [id(p) for p in model.parameters()]

@@ -35,7 +35,7 @@ def step(run: Callable, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor)
     return loss.detach()
 
 
-@pytest.mark.parametrize("conversion", named(CONVERSIONS, {"cpu", "double"}))
+@pytest.mark.parametrize("conversion", named(CONVERSIONS, {"double"}))
 def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: str) -> None:  # noqa: F811
     plain, stored = pair
     run = torch.compile(stored, backend="zinf")
@@ -64,7 +64,7 @@ def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: 
     assert seen == [dtype] * 2  # hooks of the user go with the object
 
 
-@pytest.mark.parametrize("conversion", ["cpu", "double"])
+@pytest.mark.parametrize("conversion", [slow("cpu"), "double"])
 def test_a_language_model_with_tied_weights(tmp_path: Path, conversion: str) -> None:
     plain = training.model()
     stored = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")

@@ -200,7 +200,7 @@ def test_options_of_what_is_compiled_in_place_are_meant_from_where_it_is_called_
     assert in_store(model) == [(places / "job" / "store",)]
 
 
-@pytest.mark.parametrize("how", ["model", slow("function"), "module.compile"])
+@pytest.mark.parametrize("how", [slow("model"), slow("function"), "module.compile"])
 def test_one_dict_of_options_for_two_models_means_two_directories(places: Path, how: str):
     """A model's, where it was compiled; another's, where it was called first, and later graphs of both likewise."""
     options, runs = {"store": "store", "placement": "nvme"}, []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from torch import Tensor, nn
 from twins import Net, assert_same_gradients, pair, x
 
@@ -29,7 +30,7 @@ class Mixed(nn.Module):
         return self.two(nn.functional.dropout(self.norm(self.one(x)), 0.3, self.training)).square().sum()
 
 
-@pytest.mark.parametrize(("activations", "autocast"), [("keep", True), ("recompute", False)])
+@pytest.mark.parametrize(("activations", "autocast"), [("keep", True), slow("recompute", False)])
 def test_buffers_dropout_and_autocast(tmp_path: Path, activations: str, autocast: bool) -> None:
     torch.manual_seed(0)
     plain = Mixed()

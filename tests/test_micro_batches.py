@@ -251,7 +251,7 @@ def test_the_plan_decides(
         compiled(*(x[:3] for x in batch))
 
 
-@pytest.mark.parametrize("others", [(), (torch.ones(LENGTH, LENGTH).tril(),)], ids=["places", "mask"])
+@pytest.mark.parametrize("others", [(), slow((torch.ones(LENGTH, LENGTH).tril(),))], ids=["places", "mask"])
 def test_a_batch_of_one_sample_stays_whole(others: tuple[Tensor, ...]) -> None:
     """Dynamo fixes a size of 1. The length, which other arguments have in their first dimension, is no batch's."""
     found = plan_model(Placed(4, 4), (*one_sample(), *others), placement="nvme", micro_batches="auto")

@@ -127,7 +127,7 @@ def _trained(model: Net, options: dict[str, object], optimizer: type) -> tuple[l
 @pytest.mark.parametrize(
     ("options", "optimizer"),
     [
-        ({}, zinf_fx.optim.AdamW),
+        slow({}, zinf_fx.optim.AdamW),
         ({"step_in_backward": True}, zinf_fx.optim.AdamW),
         slow({"fused": True}, torch.optim.AdamW),
     ],

@@ -85,6 +85,7 @@ def test_logs_and_weights_equal_the_plain_run_also_from_a_checkpoint_on(tmp_path
                 assert torch.equal(mine["state"][index][state], value)
 
 
+@pytest.mark.slow
 def test_evaluation_the_best_checkpoint_and_autocast(tmp_path: Path):
     options = {"eval_strategy": "epoch", "load_best_model_at_end": True, "bf16": True}
     runs = []

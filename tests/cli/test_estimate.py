@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gate import named
 
 from zinf_fx.cli import main
 from zinf_fx.plan import hardware
@@ -57,7 +58,7 @@ def test_golden_of_a_trillion_parameters_on_a_dgx_2(golden, capsys: pytest.Captu
     golden("estimate_trillion.txt", text(capsys, *TRILLION))
 
 
-@pytest.mark.parametrize("name", hardware.names())
+@pytest.mark.parametrize("name", named(hardware.names(), {"dgx-2", "rtx-4090"}))
 def test_a_model_on_every_description(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr("zinf_fx.frontend.estimate.PLACEMENTS", ("dp",))
     out = text(capsys, *SMALL, "--hardware", name)

@@ -715,7 +715,7 @@ CAPTURED = [
     ("infinity-nvme", {"tile": "16KiB"}),
     slow("infinity-cpu", {"prefetch": None, "residency": False}),
     slow("zero-offload", {}),
-    ("zero-offload", {"activations": "offload"}),
+    slow("zero-offload", {"activations": "offload"}),
 ]
 
 
@@ -742,7 +742,7 @@ def test_plans_and_machines_must_belong_together():
         event_graph(training(), TWO, {("forward", 0): 1.0})
 
 
-@pytest.mark.parametrize("placement", [slow("dp"), slow("zero-1"), "zero-2", "zero-3"])
+@pytest.mark.parametrize("placement", [slow("dp"), slow("zero-1"), slow("zero-2"), "zero-3"])
 def test_the_link_is_busy_with_what_ranks_send(placement: str):
     plan, parameters = captured(placement, world_size=16, pack=None)
     hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))

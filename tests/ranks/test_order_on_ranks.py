@@ -92,7 +92,7 @@ def compared(rank: int, placement: str, how: str) -> tuple[bool, float]:
 
 CASES = [
     slow("clips weights", "dp"),
-    ("averages weights", "dp"),
+    slow("averages weights", "dp"),
     ("writes on the second", "dp"),
     ("skips the teacher", "zero-2"),
     slow("writes on the first", "zero-2"),

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gate import slow
 from torch import Tensor, nn
 
 import zinf_fx
@@ -99,7 +100,7 @@ TOUCHES: dict[str, Callable[[Training], object]] = {
 }
 
 
-@pytest.mark.parametrize("parameters", ["host", "nvme"])
+@pytest.mark.parametrize("parameters", [slow("host"), "nvme"])
 def test_a_child_that_touches_its_parents_model_is_told(tmp_path: Path, parameters: str) -> None:
     training = Training(tmp_path, parameters)
     for what, touch in TOUCHES.items():

@@ -412,7 +412,7 @@ MEMORY = {
 
 @pytest.mark.parametrize(
     ("use", "placement", "peak", "left"),
-    [each if name in ("construction", "to the disk") else slow(*each) for name, each in MEMORY.items()],
+    [each if name == "construction" else slow(*each) for name, each in MEMORY.items()],
     ids=MEMORY,
 )
 def test_a_model_is_in_memory_once_at_most(

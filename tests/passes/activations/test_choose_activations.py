@@ -126,7 +126,7 @@ def test_seconds_of_matrix_products_and_of_the_rest() -> None:
 # models; with a little, some segments stay.
 CHOSEN = ("attention", "batch_norm")
 ROOMS = [
-    ("mlp", 0),
+    slow("mlp", 0),
     *((name, 2_000) for name in CHOSEN),
     slow("mlp", 2_000),
     *(slow(name, 2_000) for name in ("tied_far_apart", "checkpointed_dropout")),

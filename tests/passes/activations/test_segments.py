@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+from gate import slow
 from passes.building import Builder, aten
 from passes.capturing import train
 from passes.models import Block, Expression
@@ -33,7 +34,7 @@ def stacks(count: int, width: int = 4) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [slow(1), 3])
 def test_layers_begin_where_only_the_stream_crosses(count: int) -> None:
     segments = segments_of(stacks(count), torch.randn(6, 3))
     cuts = segments.before_layers()

@@ -379,7 +379,7 @@ def test_the_error_names_gradients_too() -> None:
         layers(2, device_memory=2 * KIB, tile=None)
 
 
-@pytest.mark.parametrize("tiles", [3, slow(4), slow(5), slow(6), slow(7), 8])
+@pytest.mark.parametrize("tiles", [*map(slow, range(3, 8)), 8])
 def test_the_whole_step_stays_within_the_budget(tiles: int) -> None:
     """Forward with what it starts for backward, and backward with gradients that wait; checked by the specification as
     well."""

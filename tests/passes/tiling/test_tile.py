@@ -329,8 +329,8 @@ IN_THE_GATE = (
 )
 LIMITS = [
     *((name, 40) if name in IN_THE_GATE else slow(name, 40) for name in CASES),
-    *((name, 16) for name in ("branch_of_two_convolutions", "attention", "low_rank_update")),
-    slow("tied_far_apart", 16),
+    *((name, 16) for name in ("branch_of_two_convolutions", "low_rank_update")),
+    *(slow(name, 16) for name in ("attention", "tied_far_apart")),
 ]
 
 

@@ -165,7 +165,7 @@ def test_the_program_waits_for_nothing_but_room_for_gradients(trained: Callable[
 
 
 @pytest.mark.parametrize(
-    ("limit", "budgets"), [(0, {}), (device.MAX_BYTES_OFFLOADING, {}), (0, {"device_memory": "1GiB"})]
+    ("limit", "budgets"), [(0, {}), (device.MAX_BYTES_OFFLOADING, {}), slow(0, {"device_memory": "1GiB"})]
 )
 def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, limit: int, budgets: dict[str, str]
@@ -184,7 +184,7 @@ def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     assert any(kernel.ready - kernel.free > 1 for kernel in after) == is_bounded
 
 
-@pytest.mark.parametrize(("in_backward", "late"), [(False, 0), (True, 0), (False, 0.02)])
+@pytest.mark.parametrize(("in_backward", "late"), [(False, 0), slow(True, 0), slow(False, 0.02)])
 def test_the_program_waits_for_the_optimizer_where_it_needs_its_values(
     trained: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, in_backward: bool, late: float
 ) -> None:
