@@ -227,6 +227,27 @@ def test_threads_flush_subnormal_numbers_as_the_caller_does(flushes: bool):
     assert bool((states["momentum_buffer"] == 0).all() if flushes else (states["momentum_buffer"] > 1e-40).all())
 
 
+@pytest.mark.parametrize("instructions", HERE)
+def test_flushed_subnormal_numbers_are_those_of_fp32(instructions: str, monkeypatch):
+    """All of fp16 are normal numbers of fp32."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor can't")
+    bits = torch.arange((1 << 15) - 1, -(1 << 15), -1, dtype=torch.int32).to(torch.int16)
+    gradient = bits.view(torch.float16)  # whose last block is not whole, and has subnormal numbers
+    inner, masters = borrowed("SGD", lr=1e-2), torch.zeros(gradient.numel())
+    mine = [Operands(masters.to(torch.float16), gradient, {MASTER: masters}, {}, (), {})]
+    theirs = copy.deepcopy(mine)
+    native = NativeOperands.of(inner, mine) if has_kernel(inner) else None
+    assert native is not None
+    torch.set_flush_denormal(True)
+    try:
+        native.update(inner, INSTRUCTIONS[instructions])
+        by_class(inner, theirs, monkeypatch)
+    finally:
+        torch.set_flush_denormal(False)
+    check_same(mine, theirs)
+
+
 class Other(torch.optim.AdamW):
     pass
 

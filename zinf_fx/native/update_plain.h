@@ -48,8 +48,10 @@ static inline void of_fp16_plain(const uint16_t *stored, float *value)
     const uint32_t magnitude = *stored & 0x7fffu, sign = (*stored & 0x8000u) << 16;
     if (magnitude >= 0x7c00)
         *value = of_bits(sign | magnitude << 13 | 0x7f800000 | (magnitude > 0x7c00 ? 0x400000 : 0));
-    else
-        *value = of_bits(sign | bits_of(of_bits(magnitude << 13) * 0x1p112f)); /* which makes subnormal ones normal */
+    else if (magnitude >= 0x400)
+        *value = of_bits(sign | (0x38000000 + (magnitude << 13)));
+    else /* subnormal: of its integer, because subnormal numbers of fp32 may be flushed to zero */
+        *value = of_bits(sign | bits_of((float)magnitude * 0x1p-24f));
 }
 
 /* To nearest and to even. */
