@@ -1,4 +1,4 @@
-"""A Llama (Touvron et al. 2023), with grouped heads: ordinary PyTorch, one operation after the other."""
+"""A Llama (Touvron et al. 2023) or Qwen3, with grouped heads: ordinary PyTorch, one operation after the other."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ class LlamaConfig:
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 128256
+    head: int | None = None
+    """Elements of a head; None: the heads divide the hidden size."""
+    normalised: bool = False
+    """Queries and keys are, as in Qwen3."""
+
+    @property
+    def head_size(self) -> int:
+        return self.head or self.hidden // self.heads
 
 
 class Norm(nn.Module):
@@ -43,15 +51,17 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.size = config.heads, config.kv_heads, config.hidden // config.heads
+        self.heads, self.kv_heads, self.size = config.heads, config.kv_heads, config.head_size
         self.q = nn.Linear(config.hidden, self.heads * self.size, bias=False)
         self.k = nn.Linear(config.hidden, self.kv_heads * self.size, bias=False)
         self.v = nn.Linear(config.hidden, self.kv_heads * self.size, bias=False)
         self.o = nn.Linear(self.heads * self.size, config.hidden, bias=False)
+        self.q_norm = Norm(self.size) if config.normalised else nn.Identity()
+        self.k_norm = Norm(self.size) if config.normalised else nn.Identity()
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         q, k, v = (one(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
-        q, k = rotated(q, cosines, sines), rotated(k, cosines, sines)
+        q, k = (rotated(one, cosines, sines) for one in (self.q_norm(q), self.k_norm(k)))
         k, v = (one.repeat_interleave(self.heads // self.kv_heads, dim=1) for one in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
@@ -77,7 +87,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.size = config.hidden // config.heads
+        self.size = config.head_size
         self.tokens = nn.Embedding(config.vocabulary, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = Norm(config.hidden)
