@@ -219,7 +219,13 @@ def prefetched_bytes(plan: Plan) -> int:
     early = [plan.update.chunks[event.chunk] for event in plan.update.events if event.prefetched]
     if not early:
         return 0
-    slices = [(BytesOfElement.of(plan.tiles[part.tile]), part) for chunk in early for part in chunk.slices]
     of_element = BytesOfElement.at_most(trained_in(plan), plan.has_own_memory)
     scratch = scratch_bytes(of_element, plan.regions.chunk_elements)
-    return scratch + sum(of_tile.written * charged(part.count) for of_tile, part in slices)
+    return scratch + sum(chunk_bytes(plan, chunk)[1] for chunk in early)
+
+
+def chunk_bytes(plan: Plan, chunk: PlannedChunk) -> tuple[int, int]:
+    """Return the bytes of a chunk's buffers in host memory while it is open, and those that are written of them."""
+    slices = [(BytesOfElement.of(plan.tiles[part.tile]), charged(part.count)) for part in chunk.slices]
+    opened = sum(of_tile.opened * elements for of_tile, elements in slices)
+    return opened, sum(of_tile.written * elements for of_tile, elements in slices)

@@ -17,7 +17,14 @@ from zinf_fx.plan.intervals import sums
 from zinf_fx.plan.memory.buffers import Clock, host_buffers, profile
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import CHUNKS, PROLOGUE, GraphSchedule, Tile
-from zinf_fx.plan.update import BytesOfElement, prefetched_bytes, scratch_bytes, trained_in, whole_parameters
+from zinf_fx.plan.update import (
+    BytesOfElement,
+    chunk_bytes,
+    prefetched_bytes,
+    scratch_bytes,
+    trained_in,
+    whole_parameters,
+)
 from zinf_fx.sizes import WINDOW_ALIGNMENT, blocks, round_up
 
 # Writes on their way to NVMe, whatever the model, as far as one tensor is not larger (ZeRO, section 6.2).
@@ -161,12 +168,26 @@ def host_arena(plan: Plan) -> list[HostUse]:
         uses = (replace(there, gradients=gradients[now], tiles=tiles[now], writes=writes[now]) for now in times)
         phases.append(max(uses, key=lambda use: use.total, default=there))
     if plan.update.chunks:
-        chunks = plan_chunk_buffers(plan)
         use = replace(states, phase="optimizer", tiles=tiles[clock.step])
-        # With more chunks than the least, their room is for nothing else; else the last one's is where writes were.
-        both = (chunks.writing, writes[clock.step])
-        phases.append(replace(use, chunks=chunks.opened + (sum if plan.regions.chunk_count > CHUNKS else max)(both)))
+        phases.append(replace(use, chunks=_chunks_at_once(plan, writes[clock.step])))
     return phases
+
+
+def _chunks_at_once(plan: Plan, leaving: int) -> int:
+    """Return the most bytes that scratch and chunks take at a time: one is written while those after it are open.
+
+    `leaving` are the bytes of gradients that are on their way to NVMe when the step begins.
+    """
+    count = plan.regions.chunk_count
+    opened, written = zip(*(chunk_bytes(plan, chunk) for chunk in plan.update.chunks), strict=True)
+    # With more chunks than the least, their room is for nothing else; else the last one's is where writes were.
+    both = sum if count > CHUNKS else max
+    chunks = max(
+        sum(opened[first : first + count - 1]) + both((written[first - 1] if first else 0, leaving))
+        for first in range(len(opened))
+    )
+    of_element = BytesOfElement.at_most(trained_in(plan), plan.has_own_memory)
+    return chunks + scratch_bytes(of_element, plan_chunk_buffers(plan).elements)
 
 
 def peak_host_bytes(plan: Plan) -> int:
