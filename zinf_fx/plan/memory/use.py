@@ -93,14 +93,12 @@ class ChunkBuffers:
     """Of an optimizer's step: the elements of a chunk, and bytes of buffers.
 
     `opened` from its beginning on, for the fp32 scratch, a chunk under update and those that follow it; `later` for the
-    one before, when no gradients are on their way to NVMe any more. Of the last, `writing` is needed while there are
-    the others.
+    one before, when no gradients are on their way to NVMe any more.
     """
 
     elements: int = 0
     opened: int = 0
     later: int = 0
-    writing: int = 0
 
     @property
     def total(self) -> int:
@@ -124,7 +122,7 @@ def chunk_buffers(
     """
     if not trained:
         return ChunkBuffers()
-    opened, written, scratch = of_element = BytesOfElement.at_most(trained, own_memory)
+    opened, _, scratch = of_element = BytesOfElement.at_most(trained, own_memory)
     chunk = config.chunk // STATE_BYTES if elements is None else elements
     chunk = elements_of_chunk(chunk, opened + scratch, room)
     together = 0  # bytes that the update of all takes
@@ -133,8 +131,7 @@ def chunk_buffers(
         together += sum(round_up(count, WINDOW_ALIGNMENT) for count in counts) * BytesOfElement.of(tile).opened
     most = min(together, count * chunk * opened)
     before = min(together, (count - 1) * chunk * opened)
-    writing = max(most - before - chunk * (opened - written), 0)
-    return ChunkBuffers(chunk, before + scratch_bytes(of_element, chunk), most - before, writing)
+    return ChunkBuffers(chunk, before + scratch_bytes(of_element, chunk), most - before)
 
 
 def host_states(plan: Plan) -> HostUse:
