@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -112,12 +111,17 @@ class NativeOperands:
         (group,) = inner.param_groups
         counts_steps = not _is_sgd(group)
         steps = [of_parameter.numbers.get("step") for of_parameter in self._operands]
+        counted = [step for step in steps if step is not None]
+        numbers = iter(torch.stack(counted).tolist() if counted else ())
+        factors: dict[float, tuple[float, float]] = {}  # as a rule, all parameters come to the same step
         for native, step in zip(self._native, steps, strict=True):
-            _set_step(native, group, 1.0 if step is None else float(step) + 1)
+            number = 1.0 if step is None else next(numbers) + 1
+            if number not in factors:
+                factors[number] = _factors(group, number)
+            native.step_size, native.root = factors[number]
         if instructions is None:
             instructions = kernels.best_instructions()
         kernels.update(_options(group), self._native, instructions, torch.get_num_threads())
-        counted = [step for step in steps if step is not None]
         if counted:
             torch._foreach_add_(counted, 1)
         for of_parameter, step in zip(self._operands, steps, strict=True):
@@ -185,14 +189,12 @@ def _options(group: Group) -> dict[str, float]:
     }
 
 
-def _set_step(native: Any, group: Group, step: float) -> None:
-    """Set what a `struct zinf_operands` has of the step of this number."""
+def _factors(group: Group, step: float) -> tuple[float, float]:
+    """Return the `step_size` and `root` of a `struct zinf_operands` in the step of this number."""
     if _is_sgd(group):
-        native.step_size = -float(group["lr"])
-        return
+        return -float(group["lr"]), 1.0
     beta1, beta2 = group["betas"]
-    native.step_size = -float(group["lr"]) / (1 - beta1**step)
-    native.root = math.sqrt(1 - beta2**step)
+    return -float(group["lr"]) / (1 - beta1**step), math.sqrt(1 - beta2**step)
 
 
 def _native(operands: Operands, names: Sequence[str], maps: Mapping[str, _Map]) -> dict[str, object]:
@@ -245,7 +247,7 @@ def _rounds_alike(decoupled: bool | None) -> bool:
     mine = {name: values.clone() for name, values in states.items()}
     operands = Operands(weight.clone(), gradient, {}, mine, tuple(mine), {})
     native = kernels.new_operands([_native(operands, tuple(mine), {})])
-    _set_step(native[0], group, 4.0)
+    native[0].step_size, native[0].root = _factors(group, 4.0)
     kernels.update(_options(group), native, kernels.best_instructions(), 1)
     if decoupled is None:
         torch._fused_sgd_([weight], [gradient], [first], **options, is_first_step=False)
