@@ -54,7 +54,7 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Base(NamedTuple):
-    """What is known of the stored value, before any view, without looking at its storage. `is_part` says whether it is
+    """Says what the stored value is before any view, without looking at its storage. `is_part` says whether it is a part
     of a tensor that tensor parallelism divides."""
 
     shape: torch.Size
