@@ -62,6 +62,11 @@ class BytesOfElement(NamedTuple):
         return cls(*(max(sizes) for sizes in zip(*(cls.of(tile, own_memory) for tile in tiles), strict=True)))
 
 
+def scratch_of(plan: Plan, elements: int) -> int:
+    """Return the bytes of fp32 scratch in host memory of a plan's chunks of so many elements."""
+    return scratch_bytes(BytesOfElement.at_most(trained_in(plan), plan.has_own_memory), elements)
+
+
 def scratch_bytes(of_element: BytesOfElement, elements: int) -> int:
     """Bytes of fp32 scratch for chunks of so many elements, which lies before them."""
     return of_element.scratch * min(elements, AT_ONCE)
@@ -219,9 +224,7 @@ def prefetched_bytes(plan: Plan) -> int:
     early = [plan.update.chunks[event.chunk] for event in plan.update.events if event.prefetched]
     if not early:
         return 0
-    of_element = BytesOfElement.at_most(trained_in(plan), plan.has_own_memory)
-    scratch = scratch_bytes(of_element, plan.regions.chunk_elements)
-    return scratch + sum(chunk_bytes(plan, chunk)[1] for chunk in early)
+    return scratch_of(plan, plan.regions.chunk_elements) + sum(chunk_bytes(plan, chunk)[1] for chunk in early)
 
 
 def chunk_bytes(plan: Plan, chunk: PlannedChunk) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from zinf_fx.plan.update import (
     chunk_bytes,
     prefetched_bytes,
     scratch_bytes,
+    scratch_of,
     trained_in,
     whole_parameters,
 )
@@ -183,8 +184,7 @@ def _chunks_at_once(plan: Plan, leaving: int) -> int:
         sum(opened[first : first + count - 1]) + both((written[first - 1] if first else 0, leaving))
         for first in range(len(opened))
     )
-    of_element = BytesOfElement.at_most(trained_in(plan), plan.has_own_memory)
-    return chunks + scratch_bytes(of_element, plan_chunk_buffers(plan).elements)
+    return chunks + scratch_of(plan, plan_chunk_buffers(plan).elements)
 
 
 def peak_host_bytes(plan: Plan) -> int:
