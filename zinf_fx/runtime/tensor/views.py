@@ -54,8 +54,8 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Base(NamedTuple):
-    """Says what the stored value is before any view, without looking at its storage. `is_part` says whether it is a part
-    of a tensor that tensor parallelism divides."""
+    """Says what the stored value is before any view, without looking at its storage. `is_part` says whether it is
+    a part of a tensor that tensor parallelism divides."""
 
     shape: torch.Size
     dtype: torch.dtype
