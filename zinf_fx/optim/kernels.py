@@ -112,7 +112,7 @@ class NativeOperands:
         counts_steps = not _is_sgd(group)
         steps = [of_parameter.numbers.get("step") for of_parameter in self._operands]
         counted = [step for step in steps if step is not None]
-        numbers = iter(torch.stack(counted).tolist() if counted else ())
+        numbers = iter(torch.stack(counted).flatten().tolist() if counted else ())  # some have a dimension of one
         factors: dict[float, tuple[float, float]] = {}  # as a rule, all parameters come to the same step
         for native, step in zip(self._native, steps, strict=True):
             number = 1.0 if step is None else next(numbers) + 1
