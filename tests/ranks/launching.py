@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: a process each, with gloo between them."""
+"""Runs a function on one rank, which is this process, or on several: a process each, with gloo between them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,14 @@ _HERE = "127.0.0.1"
 def on_ranks(
     size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 240, killed: Collection[int] = ()
 ) -> list[Any]:
-    """The results of `body(rank, *arguments)` on each rank; None of those that are to be killed.
+    """Run `body(rank, *arguments)` on each rank, in a store of its own, and return the results; None of those ranks
+    that are to be killed. A single rank is this process, without a process group.
 
-    Raises: AssertionError with the traceback of failures, or for scratch that a rank left behind in its store.
+    Raises: AssertionError with the traceback of failures on several ranks, or for scratch that one of these left
+        behind in its store.
     """
+    if size == 1:
+        return [_run_here(body, arguments)]
     context = forkserver()
     # As torchrun's, it outlives the ranks; a file in its place is looked at every 10 ms.
     store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
@@ -59,6 +64,15 @@ def on_ranks(
     assert not failures, failures
     assert not left, f"scratch was left behind: {left}"
     return [value for _, value in results]
+
+
+def _run_here(body: Callable[..., Any], arguments: tuple) -> Any:
+    torch.compiler.reset()  # as in a new process
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # scratch goes with the last tensor in it
+        mock.patch.dict(os.environ, ZINF_STORE=folder),
+    ):
+        return body(0, *arguments)
 
 
 def _run(

@@ -1,9 +1,10 @@
-"""What every rank runs: a model trained by plain PyTorch's DistributedDataParallel, and through zinf."""
+"""What every rank runs, or the only one: a model trained by plain PyTorch, in DistributedDataParallel, and through
+zinf."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -52,14 +53,33 @@ def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[to
         yield [(both[0], both[1]) for both in step]
 
 
+def data_parallel(plain: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel; on one rank, which has no process group, the model itself."""
+    return nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True) if dist.is_initialized() else plain
+
+
+def no_sync(run: nn.Module) -> AbstractContextManager:
+    """A context in which backward passes of what `data_parallel` gave only accumulate."""
+    return run.no_sync() if isinstance(run, nn.parallel.DistributedDataParallel) else nullcontext()
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def train_ddp(
     steps: int = 10, micro_batches: int = 1, clip: float | None = None, eps: float = 1e-8, tied: bool = True
 ) -> tuple[list[float], dict]:
     """Losses of this rank, and the parameters at the end."""
     plain = model(tied=tied)
-    wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    wrapped = data_parallel(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=eps, fused=True)
-    losses = _train(wrapped, optimizer, wrapped.no_sync, steps, micro_batches, clip)
+    losses = _train(wrapped, optimizer, lambda: no_sync(wrapped), steps, micro_batches, clip)
     return losses, {name: p.detach() for name, p in plain.named_parameters()}
 
 
@@ -73,7 +93,7 @@ def train_zinf(
     **options: object,
 ) -> tuple[list[float], dict, nn.Module]:
     """As `train_ddp`; and the model. Ranks begin with different values: those of the first are taken."""
-    stored = zinf_fx.offload(model(seed=dist.get_rank()), placement=placement, **options)
+    stored = zinf_fx.offload(model(seed=this_rank()), placement=placement, **options)
     run = torch.compile(stored, backend="zinf") if compiled else stored
     optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, eps=eps)
     losses = _train(run, optimizer, zinf_fx.no_sync, steps, micro_batches, clip)
@@ -88,7 +108,7 @@ def bytes_sent(model: nn.Module) -> tuple[int, int]:
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
     counts = []
     with followed_plans(model) as plans:
-        for (batch,) in batches(3, dist.get_rank(), 1):
+        for (batch,) in batches(3, this_rank(), 1):
             counts.append(zinf_fx.stats(model).sent_bytes)
             run(*batch).backward()
             optimizer.step()
@@ -99,7 +119,7 @@ def bytes_sent(model: nn.Module) -> tuple[int, int]:
 
 def _train(run, optimizer, no_sync, steps: int, micro_batches: int, clip: float | None) -> list[float]:
     losses = []
-    for micro in batches(steps, dist.get_rank(), micro_batches):
+    for micro in batches(steps, this_rank(), micro_batches):
         for number, (tokens, targets) in enumerate(micro, start=1):
             with nullcontext() if number == len(micro) else no_sync():
                 loss = run(tokens, targets) / len(micro)
