@@ -14,25 +14,26 @@ from zinf_fx.runtime.tensor import tiers
 
 
 def in_group(tmp_path: Path, lines: str, **limits: str) -> MemoryLimit:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
+    groups, mount = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
+    groups.parent.mkdir(parents=True)
     groups.write_text(lines)
     for name, text in limits.items():
         file = mount / name.replace("__", "/")
         file = file.with_name({"limit": "memory.limit_in_bytes", "max": "memory.max"}[file.name])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    return memory_limit(groups, mount)
+    return memory_limit(tmp_path)
 
 
 def test_version_2_and_the_groups_around(tmp_path: Path) -> None:
     limit = in_group(tmp_path, "0::/job/step\n", job__step__max="max", job__max="5000000", max="9000000")
-    assert limit == MemoryLimit(5_000_000, str(tmp_path / "mount" / "job" / "memory.max"))
+    assert limit == MemoryLimit(5_000_000, str(tmp_path / "sys/fs/cgroup" / "job" / "memory.max"))
 
 
 def test_version_1(tmp_path: Path) -> None:
     lines = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
     limit = in_group(tmp_path, lines, memory__job__limit="4000000", memory__limit=str(1 << 62))
-    assert limit == MemoryLimit(4_000_000, str(tmp_path / "mount" / "memory" / "job" / "memory.limit_in_bytes"))
+    assert limit == MemoryLimit(4_000_000, str(tmp_path / "sys/fs/cgroup" / "memory" / "job" / "memory.limit_in_bytes"))
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_without_limits_it_is_the_machines(tmp_path: Path, lines: str) -> None:
 
 
 def test_without_control_groups(tmp_path: Path) -> None:
-    assert memory_limit(tmp_path / "none", tmp_path).source == "the machine's memory"
+    assert memory_limit(tmp_path).source == "the machine's memory"
 
 
 def test_what_plans_and_what_allocates_keep_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

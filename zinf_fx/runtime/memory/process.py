@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from zinf_fx.control_groups import control_groups
 from zinf_fx.sizes import in_words
 
-GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 # Of all that a process maps, used or not: how a shell sets the limit, and what counts towards it.
 _OF_MAPPINGS = {resource.RLIMIT_AS: ("ulimit -v", "VmSize"), resource.RLIMIT_DATA: ("ulimit -d", "VmData")}
@@ -38,22 +38,20 @@ class MemoryLimit:
     by_group: bool = True
 
 
-def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> MemoryLimit:
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The least of the machine's memory, the limits of this process's control groups, of version 1 and 2, and half of
     what is left of its own limits: an arena isn't all that it maps.
 
-    `groups`: what Linux says of a process's groups, a line `number:controllers:path` for each hierarchy.
+    `root`: the folder in which /proc and /sys say what the process's groups are.
     """
     machine = MemoryLimit(
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory", by_group=False
     )
     limits = [machine, *_of_mappings()]
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            limits += _limits(mount / "memory", path, "memory.limit_in_bytes")
-        elif not controllers:
-            limits += _limits(mount, path, "memory.max")
+    for version, group in control_groups("memory", root):
+        file = group / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        if file.exists() and (text := file.read_text().strip()) != "max":
+            limits.append(MemoryLimit(int(text), str(file)))
     return min(limits, key=lambda limit: limit.nbytes)
 
 
@@ -66,15 +64,6 @@ def _of_mappings() -> list[MemoryLimit]:
             left = max(0, limit - (int(line.split()[1]) << 10))
             limits.append(MemoryLimit(left // 2, f"{name}, of which {in_words(left)} are left", by_group=False))
     return limits
-
-
-def _limits(root: Path, path: str, name: str) -> list[MemoryLimit]:
-    """Return the limits of a group and of the groups around it. In a container, `path` may be the group's on the
-    host: then these are the root's."""
-    group = root / path.lstrip("/")
-    files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    texts = [(file, file.read_text().strip()) for file in files if file.exists()]
-    return [MemoryLimit(int(text), str(file)) for file, text in texts if text != "max"]
 
 
 def trim_heap() -> None:
