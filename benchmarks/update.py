@@ -80,7 +80,8 @@ def updating(operands: Operands) -> Callable[[], object]:
     inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
 
     def update() -> None:
-        update_elements(inner, [operands], None)  # which has no memory for PyTorch's class to compute in
+        threads = torch.get_num_threads()
+        update_elements(inner, [operands], None, threads=threads)  # it has no memory for PyTorch's class to compute in
         operands.present = MOMENTS
 
     return update

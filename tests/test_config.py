@@ -8,6 +8,7 @@ import pytest
 
 from zinf_fx.config import PRESETS, Config, Placement, parse_bytes
 from zinf_fx.errors import ConfigError
+from zinf_fx.plan.codec import encode
 
 REFUSED = {
     "unknown option": ({"stor": "/tmp"}, "unknown option 'stor'; accepted: store, placement"),
@@ -39,6 +40,10 @@ REFUSED = {
     "one store empty": ({"store": ["/a", ""]}, "store=['/a', ''] has an empty path"),
     "checksum of a wrong type": ({"checksum": "crc"}, "accepted: True, False"),
     "strict_direct of a wrong type": ({"strict_direct": 1}, "accepted: True, False"),
+    "no threads": ({"update_threads": 0}, "update_threads=0 is not accepted; accepted: None, a whole number from 1"),
+    "threads of a wrong type": ({"update_threads": True}, "update_threads=True is not accepted"),
+    "threads as a text": ({"update_threads": "4"}, "update_threads='4' is not accepted"),
+    "threads without end": ({"update_threads": 1 << 62}, "a whole number from 1 to 1024"),
 }
 
 
@@ -83,6 +88,11 @@ def test_the_store_comes_from_the_option_then_the_environment_then_the_cache(mon
     monkeypatch.setenv("ZINF_STORE", "/mnt/a:")
     with pytest.raises(ConfigError, match="has an empty path"):
         Config()
+
+
+def test_how_many_threads_update_is_no_part_of_a_plan() -> None:
+    assert Config(update_threads=3).update_threads == 3
+    assert encode(Config(update_threads=3)) == encode(Config())
 
 
 def test_options_replace_those_of_a_configuration_and_leave_the_rest():

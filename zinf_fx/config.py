@@ -45,6 +45,7 @@ Compute = Literal["auto", "eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
+MOST_THREADS = 1 << 10
 
 Preset = Literal[
     "device",
@@ -143,6 +144,7 @@ class Options(TypedDict, total=False):
     frozen_dtype: FrozenDtype | Sequence[tuple[str, FrozenDtype | None]] | None
     checksum: bool
     strict_direct: bool
+    update_threads: int | None
     process_group: torch.distributed.ProcessGroup | None
     mesh: torch.distributed.device_mesh.DeviceMesh | None
     partition: Partition
@@ -192,6 +194,10 @@ class StoreOptions:
             these, as [("lm_head.*", None), ("*", "nf4")]: of which the first that matches decides.
         checksum: compare a crc32c of what is read from the store with that of what was written.
         strict_direct: refuse a store where direct I/O doesn't work, instead of using the page cache.
+        update_threads: how many threads update a chunk on the CPU at the same time. Results don't depend on it. None:
+            as many as PyTorch has (`torch.get_num_threads()` of the thread that steps), but no more than the cores that
+            the process's affinity and control groups give it. Beside a GPU, one of more than two cores is left to the
+            program that launches kernels.
         process_group: the ranks that train one model together; None: all of torch.distributed's, where that is
             initialised.
         mesh: a torch.distributed DeviceMesh in its place. With one dimension, model states are partitioned over it;
@@ -210,6 +216,7 @@ class StoreOptions:
     frozen_dtype: FrozenDtype | FrozenPatterns | None = None
     checksum: bool = True
     strict_direct: bool = False
+    update_threads: Positive | None = None
     process_group: torch.distributed.ProcessGroup | None = None
     mesh: torch.distributed.device_mesh.DeviceMesh | None = None
     partition: Partition = "shards"
@@ -236,6 +243,8 @@ class StoreOptions:
             _check(self, "frozen_dtype", (None, *get_args(FrozenDtype)), patterns)
         for name in ("checksum", "strict_direct"):
             _check(self, name, (True, False))
+        if type(self.update_threads) is not int or not 1 <= self.update_threads <= MOST_THREADS:
+            _check(self, "update_threads", (None,), f"a whole number from 1 to {MOST_THREADS}")
         _check(self, "partition", get_args(Partition))
         _check(self, "gradient_reduction", get_args(Reduction))
         if isinstance(self.reduce_dtype, str):

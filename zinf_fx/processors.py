@@ -27,7 +27,7 @@ class Processors:
     """The processors that a process may use.
 
     Attributes:
-        count: how many there are, as the system counts them: all, or as many as `taskset`, `numactl` or a cpuset allows.
+        count: how many the system counts: all, or as many as `taskset`, `numactl` or a cpuset allows.
         cores: how many cores have these. A core with hyperthreads is several processors.
         nodes: the numbers of the NUMA nodes that have these.
         quota: what the control groups give the process of their time; None: all of it.

@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from zinf_fx.adam import UpdateForm
 from zinf_fx.errors import StoreError
@@ -135,7 +136,10 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Every measurement takes half a second: a copy reads and writes each byte, a product has 2 n³ FLOP."""
     monkeypatch.setattr(machine, "_mean", lambda work, device: 0.5)
     store_profile(tmp_path, PROFILE)
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(machine, "update_threads", lambda *args, beside_gpu: given.append((*args, beside_gpu)) or 2)
     found = measure_machine(tmp_path)
+    assert given == [(None, torch.get_num_threads(), False)]
     assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
     assert set(found.peak.values()) == {2 * 512**3 / 0.5}
     assert found.upload.latency == 0.5
@@ -150,9 +154,16 @@ def test_what_is_updated_is_fp32_whatever_the_default_dtype(
 ) -> None:
     """Native code writes so many bytes."""
     given: list[Operands] = []
-    monkeypatch.setattr(machine, "update_elements", lambda inner, operands, scratch: given.extend(operands))
+    numbers: set[int] = set()
+
+    def update(inner: Optimizer, operands: list[Operands], scratch: torch.Tensor, threads: int) -> None:
+        given.extend(operands)
+        numbers.add(threads)
+
+    monkeypatch.setattr(machine, "update_elements", update)
     with default_dtype(default):
-        machine.update_rates()
+        machine.update_rates(3)
+    assert numbers == {3}
     assert {values.dtype for operands in given for values in (operands.parameter, operands.gradient)} == {
         torch.bfloat16
     }

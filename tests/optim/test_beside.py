@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ from torch import nn
 import zinf_fx
 from zinf_fx import optim
 from zinf_fx.errors import OptimizerError, StoreError
+from zinf_fx.native import kernels
+from zinf_fx.optim import threads as workers
 from zinf_fx.optim.chunk_queue import ChunkMemory, ChunkQueue
 from zinf_fx.optim.threads import BackgroundThread
 from zinf_fx.optim.update_batch import UpdateBatch
+from zinf_fx.processors import Processors
 from zinf_fx.runtime.execute.executor import EXECUTOR
 
 PLACEMENTS = ("infinity-cpu", "infinity-nvme", "zero-offload")
@@ -112,6 +116,31 @@ def test_a_step_begins_when_the_end_of_the_last_is_over(twins, gate: Gated, monk
     gate.threads[-2].join(SECONDS)
     gate.open.set()
     pair.check()
+
+
+def test_the_thread_updates_with_as_many_threads_as_who_steps_has(
+    twins, gate: Gated, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Another thread may have set another number last, as one does that pins a DataLoader's memory."""
+    pair, optimizer, reference = prepared(twins, "infinity-cpu")
+    native, used = kernels.update, set()
+
+    def update(options: object, operands: object, instructions: int, threads: int) -> None:
+        used.add((threading.get_ident(), threads))
+        native(options, operands, instructions, threads)
+
+    monkeypatch.setattr(kernels, "update", update)
+    monkeypatch.setattr(workers, "processors", lambda: Processors(8, 8, (0,)))
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(5)
+    other = threading.Thread(target=torch.set_num_threads, args=(1,))
+    other.start()
+    other.join()
+    optimizer.step()
+    reference.step()
+    pair.check()
+    optimizer.finish()
+    assert used == {(gate.threads[-1].ident, 5)}
 
 
 @pytest.mark.parametrize("placement", ["device", "infinity-cpu"])

@@ -33,7 +33,7 @@ class Watched(deque):
 
 def queue_of(*loose: object) -> ChunkQueue:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    queue = ChunkQueue({}, Progress(optimizer), None)
+    queue = ChunkQueue({}, Progress(optimizer), None, 1)
     queue._loose.extend(loose)
     return queue
 

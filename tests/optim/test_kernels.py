@@ -192,15 +192,11 @@ def test_first_step(kind: str, options: dict[str, object], state: object, monkey
     check_same(mine, theirs)
 
 
-def test_any_number_of_threads(monkeypatch):
-    before, results = torch.get_num_threads(), []
+def test_any_number_of_threads():
+    results = []
     for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        try:
-            mine = [made(Values(1, special=False), 1 << 18 | 77, BF16, BF16, "8bit", True)]
-            update.update_elements(borrowed("AdamW"), mine, None)
-        finally:
-            torch.set_num_threads(before)
+        mine = [made(Values(1, special=False), 1 << 18 | 77, BF16, BF16, "8bit", True)]
+        update.update_elements(borrowed("AdamW"), mine, None, threads=threads)
         results.append(mine)
     for mine in results[1:]:
         check_same(mine, results[0])
@@ -210,20 +206,18 @@ def test_any_number_of_threads(monkeypatch):
 def test_threads_flush_subnormal_numbers_as_the_caller_does(flushes: bool):
     if not torch.set_flush_denormal(False):
         pytest.skip("this processor can't")
-    before, count = torch.get_num_threads(), 1 << 20
+    count = 1 << 20
     parameter, gradient = torch.zeros(count), torch.full((count,), 1e-40)
     states = {"momentum_buffer": torch.full((count,), 1e-40)}
     operands = [Operands(parameter, gradient, {}, states, ("momentum_buffer",), {})]
     native = NativeOperands.of(borrowed("SGD", momentum=0.9), operands)
     assert native is not None
-    torch.set_num_threads(4)
     torch.set_flush_denormal(flushes)
     try:
         for _ in range(3):
-            native.update(borrowed("SGD", momentum=0.9))
+            native.update(borrowed("SGD", momentum=0.9), threads=4)
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
     assert bool((states["momentum_buffer"] == 0).all() if flushes else (states["momentum_buffer"] > 1e-40).all())
 
 

@@ -18,10 +18,12 @@ from torch import nn
 
 import zinf_fx
 from zinf_fx.errors import OptimizerError
+from zinf_fx.native import kernels
 from zinf_fx.optim import chunk_queue, chunks
 from zinf_fx.optim import threads as workers
-from zinf_fx.optim.threads import at_the_same_time, lanes_for, serves
+from zinf_fx.optim.threads import at_the_same_time, lanes_for, serves, update_threads
 from zinf_fx.optim.update_batch import UpdateBatch
+from zinf_fx.processors import Processors, Quota
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT
 
@@ -38,7 +40,8 @@ FORMS = {
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch has some threads, and pieces are small."""
+    """PyTorch has some threads, each with a core, and pieces are small."""
+    monkeypatch.setattr(workers, "processors", lambda: Processors(64, 64, (0,)))
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     for module, name in ((workers, "AT_A_TIME"), (workers, "LEAST"), (chunk_queue, "AT_A_TIME")):
@@ -64,14 +67,14 @@ def elsewhere(work: Callable[[], R]) -> R:
         return one.submit(work).result()
 
 
-def trained(store: Path, placement: str, form: dict[str, object]) -> list[torch.Tensor]:
+def trained(store: Path, placement: str, form: dict[str, object], threads: int | None = None) -> list[torch.Tensor]:
     """A model after some steps, and the optimizer's first moments."""
     store.mkdir()
     torch.manual_seed(0)
     dtype = torch.float32 if store.name.endswith("fp32") else torch.bfloat16
     model = nn.Sequential(nn.Linear(64, 512, dtype=dtype), nn.Linear(512, 63, dtype=dtype))
     x = torch.randn(4, 64, dtype=dtype)
-    zinf_fx.offload(model, store=store, placement=placement, pack=None)
+    zinf_fx.offload(model, store=store, placement=placement, pack=None, update_threads=threads)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **form)
     for _ in range(3):
         model(x).float().square().mean().backward()
@@ -101,6 +104,54 @@ def test_training_is_that_of_one_thread(
     together = trained(tmp_path / f"together-{form}", placement, FORMS[form])
     assert used and threading.get_ident() not in used and max(lanes) == THREADS
     assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_threads_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Those that a kernel is divided among, and those that update a piece each."""
+    results, lanes = {}, []
+    native, numbers = kernels.update, set()
+
+    def update(options: object, operands: object, instructions: int, threads: int) -> None:
+        numbers.add(threads)
+        native(options, operands, instructions, threads)
+
+    def together(work: Callable, those: list[object], several: list[object]) -> Iterator[object]:
+        lanes.append(len(those))
+        return at_the_same_time(work, those, several)
+
+    monkeypatch.setattr(kernels, "update", update)
+    monkeypatch.setattr(chunks, "at_the_same_time", together)
+    for threads in (1, 2, 5):
+        results[threads] = trained(tmp_path / f"{threads}-{form}", "nvme", FORMS[form], threads)
+        assert max([*lanes, *numbers]) == threads
+    assert all(map(torch.equal, results[1], results[2])) and all(map(torch.equal, results[1], results[5]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "of_pytorch", "found", "beside_gpu", "threads"),
+    [
+        (None, 8, Processors(16, 8, (0,)), False, 8),
+        (None, 16, Processors(16, 8, (0,)), False, 8),
+        (None, 4, Processors(16, 8, (0,)), True, 4),
+        (None, 8, Processors(16, 8, (0,)), True, 7),
+        (None, 2, Processors(2, 2, (0,)), True, 2),
+        (None, 8, Processors(16, 8, (0,), Quota(0.5, "cpu.max")), False, 1),
+        (None, 8, Processors(16, 8, (0,), Quota(4, "cpu.max")), True, 3),
+        (12, 8, Processors(16, 8, (0,)), True, 12),
+    ],
+)
+def test_how_many_threads_update(
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int | None,
+    of_pytorch: int,
+    found: Processors,
+    beside_gpu: bool,
+    threads: int,
+) -> None:
+    monkeypatch.setattr(workers, "processors", lambda: found)
+    assert update_threads(wanted, of_pytorch, beside_gpu=beside_gpu) == threads
 
 
 @pytest.mark.usefixtures("threads")
@@ -331,11 +382,10 @@ def test_a_process_made_by_fork_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_pieces_are_of_a_size_that_gives_each_thread_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_of_a_size_that_gives_each_thread_some() -> None:
     found = {}
     for threads in (1, 2, 8, 16, 64):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found[threads] = [lanes_for(elements) for elements in (8 << 20, 1 << 20, WINDOW_ALIGNMENT)]
+        found[threads] = [lanes_for(elements, threads) for elements in (8 << 20, 1 << 20, WINDOW_ALIGNMENT)]
     small = (1, WINDOW_ALIGNMENT)
     assert found == {
         1: [(1, 1 << 20), (1, 1 << 20), small],

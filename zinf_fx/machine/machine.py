@@ -23,7 +23,7 @@ from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.arithmetic import borrow
 from zinf_fx.optim.formats import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
 from zinf_fx.optim.kernels import Operands
-from zinf_fx.optim.threads import at_the_same_time, lanes_for
+from zinf_fx.optim.threads import at_the_same_time, lanes_for, update_threads
 from zinf_fx.optim.update import update_elements
 from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
@@ -81,7 +81,7 @@ def measure_machine(*stores: Path | str) -> Hardware:
         download=download,
         in_node=in_node,
         between_nodes=in_node,
-        updates=update_rates(),
+        updates=update_rates(update_threads(None, torch.get_num_threads(), beside_gpu=bool(gpus))),
         launch=launch_seconds(device) if gpus else 0.0,
         unified=not gpus,
     )
@@ -112,22 +112,22 @@ def launch_seconds(device: torch.device) -> float:
     return _mean(launch, device) / _LAUNCHES
 
 
-def update_rates() -> dict[UpdateForm, float]:
-    """Measure how many parameters in bf16 per second AdamW updates in host memory, as it does the optimizer's chunks,
-    by the form of their states."""
-    return {form: update_rate(form) for form in get_args(UpdateForm)}
+def update_rates(threads: int) -> dict[UpdateForm, float]:
+    """Measure how many parameters in bf16 per second AdamW updates in host memory with so many threads, as it does the
+    optimizer's chunks, by the form of their states."""
+    return {form: update_rate(form, threads) for form in get_args(UpdateForm)}
 
 
-def update_rate(form: UpdateForm) -> float:
+def update_rate(form: UpdateForm, threads: int) -> float:
     """Measure the parameters per second of one form."""
-    lanes, elements = lanes_for(_UPDATED)
+    lanes, elements = lanes_for(_UPDATED, threads)
     pieces = [_operands(elements, form) for _ in range(-(-_UPDATED // elements))]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
     inner = [borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], []) for _ in range(lanes)]
     scratch = torch.empty(lanes, 4, elements, dtype=torch.float32, device="cpu")  # gradient, master and two moments
 
     def work(lane: int, operands: Operands) -> None:
-        update_elements(inner[lane], [operands], scratch[lane])
+        update_elements(inner[lane], [operands], scratch[lane], threads=threads if lanes == 1 else 1)
 
     def update() -> None:
         with closing(at_the_same_time(work, range(lanes), pieces)) as updated:

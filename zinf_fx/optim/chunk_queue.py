@@ -24,7 +24,7 @@ from zinf_fx.interrupts import finalizing, held_back
 from zinf_fx.optim.chunks import Chunk, OpenChunk, chunk_elements, in_turn
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.states import ParameterStates
-from zinf_fx.optim.threads import lanes_for
+from zinf_fx.optim.threads import lanes_for, update_threads
 from zinf_fx.optim.update_batch import Bytes, UpdateBatch
 from zinf_fx.plan.chunks import AT_A_TIME, part_of
 from zinf_fx.plan.schedule import CHUNKS
@@ -41,12 +41,15 @@ class ChunkMemory:
         tiers: the tiers that the parameters live in.
         elements: how many elements a chunk has; 0 until `plan`.
         count: how many chunks there may be at a time; CHUNKS until `plan`.
+        threads: how many threads update a chunk on the CPU; until `plan`, as many as PyTorch has.
         opened: how many chunks were opened.
         behind: whether a chunk was updated since writes were waited for.
     """
 
-    def __init__(self, stored: dict[StoredTensor, ParameterStates]) -> None:
+    def __init__(self, stored: dict[StoredTensor, ParameterStates], threads: int) -> None:
+        """`threads`: how many PyTorch has in the thread that calls the optimizer."""
         self.tiers: list[Tiers] = []
+        self.threads = threads
         self.elements = self._chunk_written = self._chunk_bytes = self.opened = 0
         self.behind, self.count = False, CHUNKS
         self._stored = stored
@@ -61,7 +64,8 @@ class ChunkMemory:
         per_element = Bytes.of(self._stored.values()) if more else batch.bytes_per_element
         self.elements = chunk_elements(batch.chunk_bytes, per_element.all, self.tiers)
         self.count = min(tiers.chunk_count for tiers in self.tiers)
-        self._lanes = lanes_for(self.elements)
+        self.threads = update_threads(batch.wanted_threads, self.threads, beside_gpu=batch.apart is not None)
+        self._lanes = lanes_for(self.elements, self.threads)
         self._chunk_written = self.elements * per_element.written
         self._chunk_bytes = self.elements * per_element.opened
 
@@ -83,7 +87,7 @@ class ChunkMemory:
 
     def again(self) -> ChunkMemory:
         """Return the memory of the next step, which has chunks of the same sizes."""
-        other = ChunkMemory(self._stored)
+        other = ChunkMemory(self._stored, self.threads)
         other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
         other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
         other._lanes = self._lanes
@@ -268,10 +272,14 @@ class ChunkQueue:
     """
 
     def __init__(
-        self, stored: dict[StoredTensor, ParameterStates], progress: Progress, ahead: PrefetchedStates | None
+        self,
+        stored: dict[StoredTensor, ParameterStates],
+        progress: Progress,
+        ahead: PrefetchedStates | None,
+        threads: int,
     ) -> None:
-        """`ahead` was read for the step."""
-        self.memory, self._progress, self.ahead = ChunkMemory(stored), progress, ahead
+        """`ahead` was read for the step. `threads`: how many PyTorch has in the thread that calls the optimizer."""
+        self.memory, self._progress, self.ahead = ChunkMemory(stored, threads), progress, ahead
         self.is_followed = False
         self._read: list[OpenChunk] = []  # the first chunks, but for their gradients
         self._loose: deque[UpdateBatch] = deque()  # not cut into chunks yet; another thread may add to them

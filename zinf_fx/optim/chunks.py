@@ -235,8 +235,10 @@ class OpenChunk:
 class _Lane:
     """What calls need for themselves, one at a time: the torch class, borrowed for each group, and scratch."""
 
-    def __init__(self, borrowed: Callable[[Group, Device], Optimizer], scratch: torch.Tensor | None) -> None:
-        self._borrowed, self.scratch = borrowed, scratch
+    def __init__(
+        self, borrowed: Callable[[Group, Device], Optimizer], scratch: torch.Tensor | None, threads: int
+    ) -> None:
+        self._borrowed, self.scratch, self.threads = borrowed, scratch, threads
         self._inner: dict[UpdateGroup, Optimizer] = {}
 
     def inner(self, group: UpdateGroup) -> Optimizer:
@@ -273,12 +275,13 @@ class ChunkUpdate:
                 setattr(inner, name, moved(vars(inner)[name], place))
         return inner
 
-    def run(self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None) -> None:
+    def run(self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None, threads: int) -> None:
         """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
         of the gradient in fp32 and of the new weights. See [Note: workers].
 
         `count`: how many calls are made at the same time, of a class of PyTorch's own, over at most so many `elements`
-        each. `scratch`: memory for what these have in other dtypes than that of the update, if anything.
+        each. `scratch`: memory for what these have in other dtypes than that of the update, if anything. `threads`: how
+        many update at the same time on the CPU.
         """
         for opened_slice in opened.slices:
             opened_slice.wait()
@@ -288,9 +291,11 @@ class ChunkUpdate:
             for opened_slice in opened.slices:
                 self._update_whole(opened_slice)
         else:
-            self._update_elements(opened, count, elements, scratch)
+            self._update_elements(opened, count, elements, scratch, threads)
 
-    def _update_elements(self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None) -> None:
+    def _update_elements(
+        self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None, threads: int
+    ) -> None:
         chunk = opened.chunk
         calls = chunk.calls(opened.slices, elements)
         count = min(count, len(calls)) if self._runs_in_threads else 1
@@ -299,7 +304,7 @@ class ChunkUpdate:
             starts = range(0, count * elements, elements) if count > 1 else [0]
             typed = scratch.flatten(1).view(chunk.kind.dtype)
             rooms = [typed[:, first : first + elements] if count > 1 else typed for first in starts]
-        lanes = [_Lane(self.borrowed, room) for room in rooms]
+        lanes = [_Lane(self.borrowed, room, threads if count == 1 else 1) for room in rooms]
         numbers: dict[ParameterStates, State] = {}
         with closing(at_the_same_time(_run, lanes, calls)) as updated:
             for call, _ in zip(calls, updated, strict=True):
@@ -338,5 +343,5 @@ def _show_stored(update: Update, names: Iterable[str]) -> None:
 
 
 def _run(lane: _Lane, call: Call) -> None:
-    lists = update_elements(lane.inner(call.group), call.operands, lane.scratch, call.lists)
+    lists = update_elements(lane.inner(call.group), call.operands, lane.scratch, call.lists, lane.threads)
     call.lists = lists if call.group.kind.place is CPU else None

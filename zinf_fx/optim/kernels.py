@@ -99,10 +99,11 @@ class NativeOperands:
         are_known = all(_are_known(of_parameter, names) for of_parameter in operands)
         return NativeOperands(operands, names) if are_known else None
 
-    def update(self, inner: Optimizer, instructions: int | None = None) -> bool:
+    def update(self, inner: Optimizer, instructions: int | None = None, *, threads: int = 1) -> bool:
         """Update them as `inner` does, for which there is a kernel.
 
         Args:
+            threads: how many share the elements at most.
             instructions: one of `kernels.INSTRUCTIONS`; None: the best that the processor has.
 
         Returns:
@@ -121,7 +122,7 @@ class NativeOperands:
             native.step_size, native.root = factors[number]
         if instructions is None:
             instructions = kernels.best_instructions()
-        kernels.update(_options(group), self._native, instructions, torch.get_num_threads())
+        kernels.update(_options(group), self._native, instructions, threads)
         if counted:
             torch._foreach_add_(counted, 1)
         for of_parameter, step in zip(self._operands, steps, strict=True):

@@ -53,16 +53,17 @@ class StreamedStep:
         kind: type[Optimizer],
         stored: dict[StoredTensor, ParameterStates],
         failed: Callable[[TornStep], None],
-        ahead: PrefetchedStates | None = None,
+        ahead: PrefetchedStates | None,
+        threads: int,
     ) -> None:
         """`stored` says where each parameter's states live. `failed` is told how a step failed that changed anything.
-        `ahead` was read for this one."""
+        `ahead` was read for this one. `threads`: how many PyTorch has in the thread that calls the optimizer."""
         # Nothing here holds the optimizer: when nobody else does either, it can finish the step.
         self._stored = stored
         self._failed = failed
         self._progress = Progress(optimizer)
         self._update = ChunkUpdate(optimizer, kind, self._progress)
-        self._queue = ChunkQueue(stored, self._progress, ahead)
+        self._queue = ChunkQueue(stored, self._progress, ahead, threads)
         self._batches: list[UpdateBatch] = []
         self.parameters: dict[StoredTensor, ParameterStates] = {}  # in the order in which they came
         self._lock = RLock()
@@ -364,7 +365,8 @@ class StreamedStep:
         with self._progress.changing():
             self._queue.take_first()
             with closing(chunk), RECORDER.work("update", nbytes, place.torch_device):
-                self._update.run(chunk, *self._memory.lanes_at(place), self._memory.scratch_at(place))
+                lanes, scratch = self._memory.lanes_at(place), self._memory.scratch_at(place)
+                self._update.run(chunk, *lanes, scratch, self._memory.threads)
             self._memory.behind = True
         self._queue.open_ahead()
         if chunk.chunk.kind.is_first:

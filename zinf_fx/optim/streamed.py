@@ -238,6 +238,7 @@ class Streamed(Optimizer):
 
     def _complete(self) -> None:
         self._ordinary_seconds, self._last_step = 0.0, None
+        self._threads = torch.get_num_threads()  # of the thread that trains: see [Note: update threads]
         self._finishes_when_dropped = weakref.finalize(self, bool)
         self.torn: TornStep | None = None
         self._kept = KeptStates(masters=self._has_masters)
@@ -303,7 +304,7 @@ class Streamed(Optimizer):
     @held_back
     @torch.no_grad()
     def _take_step(self) -> None:
-        started = time.perf_counter()
+        started, self._threads = time.perf_counter(), torch.get_num_threads()
         if not skips(self):
             with RUNNING.turn():
                 self._check_whole()  # again: by now, the closure or another thread may have stepped
@@ -516,7 +517,7 @@ class Streamed(Optimizer):
         self._groups_updated.begin_step(self.param_groups)
         numbered = ((number, p) for number, group in enumerate(groups) for p in group["params"])
         self._groups = {p if type(p) is StoredTensor else local_input(p): number for number, p in numbered}
-        step = self._last_step = StreamedStep(self, self._arithmetic, self._kept.states, tear, ahead)
+        step = self._last_step = StreamedStep(self, self._arithmetic, self._kept.states, tear, ahead, self._threads)
         self._finishes_when_dropped.detach()
         self._finishes_when_dropped = weakref.finalize(self, step.finish_when_dropped)
         self._finishes_when_dropped.atexit = False

@@ -1,5 +1,12 @@
 """The threads of a step: those that update pieces of a chunk at the same time, and the one beside training.
 
+[Note: update threads] Parameters on the CPU are updated by so many threads at the same time: native ones that share the
+call of a kernel, or those of Python that update a piece each.
+
+PyTorch's number of threads is each thread's own. One that has none yet takes the last that any thread has set, and what
+pins a DataLoader's memory sets 1. So the number counts that the thread has which calls the optimizer, not that of the
+thread that updates.
+
 [Note: workers] The CPU updates the pieces of a chunk at the same time, each in one thread from its first operation
 to its last.
 
@@ -35,6 +42,7 @@ import torch
 
 from zinf_fx.interrupts import let_through
 from zinf_fx.plan.chunks import AT_A_TIME, AT_ONCE
+from zinf_fx.processors import processors
 from zinf_fx.runtime.memory.device import Device
 from zinf_fx.sizes import WINDOW_ALIGNMENT, round_up
 
@@ -48,10 +56,23 @@ R = TypeVar("R")
 LEAST = AT_A_TIME // 4
 
 
-def lanes_for(elements: int) -> tuple[int, int]:
-    """Return how many pieces of a chunk of at most so many elements are updated at the same time, and of how many
-    elements a piece is at most."""
-    threads = torch.get_num_threads()
+def update_threads(wanted: int | None, of_pytorch: int, *, beside_gpu: bool) -> int:
+    """Return how many threads update parameters on the CPU: see [Note: update threads].
+
+    Args:
+        wanted: the option `update_threads`.
+        of_pytorch: how many threads PyTorch has in the thread that calls the optimizer.
+        beside_gpu: whether the program launches kernels meanwhile, for a device with memory of its own.
+    """
+    if wanted is not None:
+        return wanted
+    cores = processors().busy_threads
+    return min(of_pytorch, cores - 1 if beside_gpu and cores > 2 else cores)
+
+
+def lanes_for(elements: int, threads: int) -> tuple[int, int]:
+    """Return how many pieces of a chunk of at most so many elements so many threads update at the same time, and of how
+    many elements a piece is at most."""
     piece = min(AT_A_TIME, max(LEAST, round_up(-(-elements // threads), WINDOW_ALIGNMENT)))
     lanes = min(threads, elements // piece, AT_ONCE // piece)
     return (lanes, piece) if lanes > 1 else (1, min(AT_A_TIME, elements))

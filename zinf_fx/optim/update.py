@@ -18,6 +18,7 @@ def update_elements(
     operands: Sequence[Operands],
     scratch: torch.Tensor | None,
     lists: TensorLists | NativeOperands | None = None,
+    threads: int = 1,
 ) -> TensorLists | NativeOperands | None:
     """Update elements of some parameters by one step of `inner`, a torch class with options and no parameters yet.
 
@@ -29,6 +30,7 @@ def update_elements(
         scratch: in the dtype of the update, [rows, elements], each parameter's rounded up to WINDOW_ALIGNMENT: for what
             is stored in another dtype or format than the update computes in. None where nothing is.
         lists: what the last update of the same operands returned.
+        threads: how many share the elements at most, of those that a native kernel updates.
 
     Returns:
         What serves in the next update of the same operands; None where others than the operands were updated.
@@ -36,7 +38,7 @@ def update_elements(
     if not isinstance(lists, TensorLists):
         native = (lists or NativeOperands.of(inner, operands)) if has_kernel(inner) else None
         if native is not None:
-            return native if native.update(inner) else None
+            return native if native.update(inner, threads=threads) else None
         lists = None
     names = [name for name in operands[0].states if kind_of(name, operands[0].states) is None]
     gradients = [of_parameter.gradient for of_parameter in operands]

@@ -85,6 +85,12 @@ class UpdateBatch:
         return min(states.parameter.stored.config.chunk for states in self.states)
 
     @cached_property
+    def wanted_threads(self) -> int | None:
+        """How many threads update a chunk on the CPU, as configured."""
+        configured = {states.parameter.stored.config.update_threads for states in self.states}
+        return min((threads for threads in configured if threads is not None), default=None)
+
+    @cached_property
     def bytes_per_element(self) -> Bytes:
         return Bytes.of(self.states)
 

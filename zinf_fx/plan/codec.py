@@ -22,7 +22,9 @@ from zinf_fx.errors import ConfigError, PlanFileError, ZinfError
 from zinf_fx.placement import Placement, PlacementRules
 
 # Options that say where a job runs, not what it does.
-LOCAL_OPTIONS = frozenset({"store", "checksum", "strict_direct", "process_group", "mesh", "collective_timeout"})
+LOCAL_OPTIONS = frozenset(
+    {"store", "checksum", "strict_direct", "update_threads", "process_group", "mesh", "collective_timeout"}
+)
 # Characters of what is wrong with an option: a hostile value may stand in it.
 _LONGEST_ERROR = 400
 
