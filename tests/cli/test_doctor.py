@@ -7,15 +7,21 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 from forked import run
 
 from zinf_fx.cli import main
 from zinf_fx.machine import diagnose as module
 from zinf_fx.machine.diagnose import Finding, diagnose
+from zinf_fx.optim import threads
+from zinf_fx.processors import Processors, Quota
 from zinf_fx.runtime.disk.filesystem import FileSystem
 from zinf_fx.runtime.disk.measure import Profile, store_profile
 
-SUBJECTS = "torch checksums,huge pages,memlock,kernel AIO,file size,file system,free space,alignment,provider,orphans"
+SUBJECTS = (
+    "torch checksums,processors,NUMA nodes,huge pages,memlock,kernel AIO,file size,file system,free space,alignment,"
+    "provider,orphans"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +110,40 @@ def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "AIO_NR", tmp_path / "absent")
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "absent")
     assert {found(store, subject).status for subject in ("kernel AIO", "huge pages")} == {"warning"}
+
+
+MACHINES = {
+    "enough": (Processors(16, 8, (0,)), "ok", "16, of 8 cores; PyTorch has 8 threads, and updates of parameters 8"),
+    "hyperthreads": (Processors(8, 4, (0,)), "ok", "8, of 4 cores; PyTorch has 8 threads, and updates of parameters 4"),
+    "a container": (
+        Processors(16, 8, (0,), Quota(2.5, "/sys/fs/cgroup/cpu.max")),
+        "OMP_NUM_THREADS=2 ",
+        "with the time of 2.5 (/sys/fs/cgroup/cpu.max); PyTorch has 8 threads, and updates of parameters 2: ",
+    ),
+    "one processor": (Processors(1, 1, (0,)), "OMP_NUM_THREADS=1 ", "1, of 1 core; PyTorch has 8 threads"),
+}
+
+
+@pytest.mark.parametrize(("machine", "fix", "said"), MACHINES.values(), ids=MACHINES)
+def test_more_threads_than_the_process_may_keep_busy(
+    store: Path, monkeypatch: pytest.MonkeyPatch, machine: Processors, fix: str, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for module_of in (module, threads):
+        monkeypatch.setattr(module_of, "processors", lambda: machine)
+    finding = found(store, "processors")
+    assert said in finding.found
+    assert (finding.status, finding.fix) == ("ok", None) if fix == "ok" else fix in (finding.fix or "")
+
+
+def test_memory_of_several_nodes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "processors", lambda: Processors(16, 8, (1,)))
+    assert found(store, "NUMA nodes") == Finding("NUMA nodes", "ok", "1 (node 1)")
+    monkeypatch.setattr(module, "processors", lambda: Processors(16, 8, (0, 1)))
+    finding = found(store, "NUMA nodes")
+    assert finding.status == "warning" and finding.found.startswith("2 (nodes 0, 1): ")
+    assert "--interleave=all" in (finding.fix or "") and "--cpunodebind" in (finding.fix or "")
 
 
 def test_the_limit_on_file_sizes(store: Path):

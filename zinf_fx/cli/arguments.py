@@ -340,8 +340,8 @@ def _doctor(commands: argparse._SubParsersAction) -> None:
         commands,
         "doctor",
         "[--json] [DIR ...]",
-        "what of this machine helps or hinders a store",
-        "Looks at the system's limits and at a store directory, and says which line fixes each problem. "
+        "what of this machine helps or hinders a store and an optimizer",
+        "Looks at processors, the system's limits and a store directory, and says which line fixes each problem. "
         "Exit code 1 when a store can't work like this.",
         "/mnt/nvme",
     )

@@ -17,6 +17,8 @@ from zinf_fx import cuda
 from zinf_fx.adam import AdamStates
 from zinf_fx.errors import StoreError
 from zinf_fx.native.engine import checksums_in_hardware, direct_alignment, is_direct
+from zinf_fx.optim.threads import update_threads
+from zinf_fx.processors import Processors, processors
 from zinf_fx.runtime.disk.filesystem import FileSystem, file_system_of
 from zinf_fx.runtime.disk.measure import load_profile
 from zinf_fx.runtime.disk.probe import listed
@@ -53,7 +55,9 @@ class Finding:
 def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]:
     """Looks at the machine and at a store directory. Writes a small file there, and removes it. `unmade`: why the
     directory, which was to be made, can't be."""
-    findings = [_torch(), _checksums(), _huge_pages(), _memlock(), _aio(), _file_size()]
+    found = processors()
+    findings = [_torch(), _processors(found), _numa(found), _checksums()]
+    findings += [_huge_pages(), _memlock(), _aio(), _file_size()]
     try:
         if unmade is not None:
             raise unmade
@@ -72,6 +76,32 @@ def _torch() -> Finding:
         return Finding("torch", "ok", f"{versions}, no CUDA: models run on the CPU")
     names = set(map(cuda.name, cuda.devices()))
     return Finding("torch", "ok", f"{versions}, CUDA {cuda.version()}: {', '.join(sorted(names))}")
+
+
+def _processors(found: Processors) -> Finding:
+    subject = "processors"
+    of_pytorch = torch.get_num_threads()
+    updating = update_threads(None, of_pytorch, beside_gpu=cuda.is_available())
+    text = f"{found.count}, of {_counted(found.cores, 'core')}"
+    if found.quota is not None:
+        text += f", with the time of {found.quota.processors:g} ({found.quota.source})"
+    text += f"; PyTorch has {_counted(of_pytorch, 'thread')}, and updates of parameters {updating}"
+    if of_pytorch > found.runnable_threads:
+        fix = f"export OMP_NUM_THREADS={found.busy_threads}   # and no more for update_threads"
+        return Finding(subject, "warning", f"{text}: threads wait for each other's turn", fix)
+    return Finding(subject, "ok", text)
+
+
+def _numa(found: Processors) -> Finding:
+    names = ", ".join(map(str, found.nodes))
+    if len(found.nodes) == 1:
+        return Finding("NUMA nodes", "ok", f"1 (node {names})")
+    text = (
+        f"{len(found.nodes)} (nodes {names}): what a thread writes first is in the memory of its node, which the "
+        "threads of the others reach through the link between them"
+    )
+    fix = "numactl --interleave=all python ...   # torchrun: each rank by numactl --cpunodebind=NODE --membind=NODE"
+    return Finding("NUMA nodes", "warning", text, fix)
 
 
 def _checksums() -> Finding:
@@ -194,6 +224,10 @@ def _profile(directory: Path) -> Finding:
 
 def _limits_line(item: str) -> str:
     return f"echo '* hard {item} unlimited' | sudo tee -a /etc/security/limits.conf   # then log in again"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _quoted(path: Path) -> str:
