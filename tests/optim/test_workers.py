@@ -268,6 +268,26 @@ def test_a_lane_does_one_piece_of_work_at_a_time() -> None:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("flushes", [True, False])
+def test_subnormal_numbers_are_flushed_as_by_who_gives_the_work(tmp_path: Path, flushes: bool) -> None:
+    """A class without a kernel, whose moments are subnormal."""
+    if not torch.set_flush_denormal(not flushes):
+        pytest.skip("this processor can't")
+    try:
+        of_each(where, THREADS)  # threads are there, and do otherwise
+        torch.set_flush_denormal(flushes)
+        model = nn.Linear(64, 512, bias=False)
+        zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=None)
+        optimizer = zinf_fx.optim.RMSprop(model.parameters(), overlap=False)
+        model(torch.full((1, 64), 1e-19)).sum().backward()
+        optimizer.step()
+        moments = optimizer.state[model.weight]["square_avg"].full_tensor()
+    finally:
+        torch.set_flush_denormal(False)
+    assert bool((moments == 0).all() if flushes else (moments > 0).all())
+
+
+@pytest.mark.usefixtures("threads")
 def test_who_waits_for_a_thread_asks_in_it() -> None:
     me = threading.get_ident()
     assert of_each(lambda lane, number: (serves(me), serves(me + 1)), 2) == [(True, False)] * 2

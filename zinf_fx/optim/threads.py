@@ -15,7 +15,8 @@ operations of some ten microseconds, so that much of its time would go into that
 something else to do, as the engine's thread has. Where there is one piece, or one thread, it is as everywhere.
 
 How many threads an operation takes is PyTorch's to know, for each thread that calls one: those here take one. They are
-there from the first chunk of several pieces on, as many as were ever wanted.
+there from the first chunk of several pieces on, as many as were ever wanted. They flush subnormal numbers to zero where
+the thread does that gives them work (`torch.set_flush_denormal` is of one thread), so the result is that of one thread.
 
 [Note: beside] Where a device computes apart from the CPU, the CPU's update of parameters has a thread of its own.
 
@@ -30,6 +31,7 @@ What goes wrong in the thread is raised by the next call of the step that comes 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -89,13 +91,14 @@ def at_the_same_time(work: Callable[[L, P], R], lanes: Sequence[L], pieces: Sequ
     for lane in lanes:
         free.put(lane)
     pool = _pool_of(len(lanes)) if len(lanes) > 1 else None
+    flushes = sys.float_info.min / 2 == 0  # a subnormal number: PyTorch doesn't tell what was set
     try:
         if pool is not None:
             _here.is_alone = True  # submitting takes locks that a finalizer must not wait for
             try:
                 with suppress(RuntimeError):  # Python takes no more work when it is about to exit
                     for piece in pieces:
-                        futures.append(pool.submit(_served, threading.get_ident(), work, free, piece))
+                        futures.append(pool.submit(_served, threading.get_ident(), flushes, work, free, piece))
             finally:
                 _here.is_alone = False
         for future in futures:
@@ -130,8 +133,9 @@ _pool: ThreadPoolExecutor | None = None
 _count = 0
 
 
-def _served(thread: int, work: Callable[[L, P], R], free: SimpleQueue[L], piece: P) -> R:
+def _served(thread: int, flushes: bool, work: Callable[[L, P], R], free: SimpleQueue[L], piece: P) -> R:
     _here.serves = thread
+    torch.set_flush_denormal(flushes)
     lane = free.get()
     try:
         with torch.no_grad():
