@@ -214,6 +214,8 @@ def odd(rank: int) -> tuple[dict[str, object], list[str], str]:
     with pytest.raises(Exception, match="give it once, where the model is offloaded"):
         model = zinf_fx.offload(nn.Linear(8, 8), placement="zero-3", collective_timeout=SOON)
         torch.compile(model, backend="zinf", options={"reduce_dtype": torch.bfloat16})(torch.ones(1, 8))
+    with pytest.raises(OptimizerError, match="takes all ranks at the same time: leave step_in_backward out"):
+        zinf_fx.optim.Adafactor(model.parameters(), step_in_backward=True)
     return found, lost(rank), late(rank)
 
 

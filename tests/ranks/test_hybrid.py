@@ -3,13 +3,12 @@ says; and gradients that are summed."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import training
 from ranks.launching import on_ranks
+from ranks.training import ROUNDING, Loop, differences
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,24 +16,16 @@ import zinf_fx
 from zinf_fx.errors import ConfigError
 from zinf_fx.plan.sharding import Groups, Shards
 
-# Of fp32 sums in another order, over ten steps.
-ROUNDING = 1e-5
-
 
 def mesh_of(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def compare(rank: int, cases: list[tuple[str, int]], options: dict[str, Any]) -> dict[tuple[str, int], float]:
-    """By preset and number of groups, the largest difference to DistributedDataParallel, in losses and parameters."""
-    losses, parameters = training.train_ddp(**options)
-    found = {}
-    for preset, replicas in cases:
-        mine, trained, _ = training.train_zinf(preset, mesh=mesh_of(replicas), **options)
-        differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
-        differences += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
-        found[preset, replicas] = max(differences)
-    return found
+def compare(rank: int, cases: list[tuple[str, int]], loop: Loop) -> dict[tuple[str, int], float]:
+    """By preset and number of groups, the largest difference to DistributedDataParallel."""
+    return {
+        (preset, replicas): differences(rank, [preset], loop, mesh=mesh_of(replicas))[0] for preset, replicas in cases
+    }
 
 
 def sent(rank: int, preset: str, replicas: int) -> tuple[int, int, int]:
@@ -96,7 +87,7 @@ def written(rank: int, replicas: int) -> list[float]:
 def on_two(rank: int) -> tuple:
     cases = [("infinity-nvme", 2)]
     return (
-        compare(rank, cases, {"steps": 3, "micro_batches": 2, "clip": 0.5}),
+        compare(rank, cases, Loop(3, micro_batches=2, clip=0.5)),
         [sent(rank, "infinity-nvme", 2)],
         [summed(rank, "zero-3")],
         written(rank, 2),
@@ -105,10 +96,8 @@ def on_two(rank: int) -> tuple:
 
 
 def test_two_ranks_as_two_groups():
-    for differences, counted, sums, values, errors in on_ranks(2, on_two):
-        assert differences == {
-            ("infinity-nvme", 2): 0.0
-        }  # nothing is partitioned: the norm is summed in PyTorch's order
+    for apart, counted, sums, values, errors in on_ranks(2, on_two):
+        assert apart == {("infinity-nvme", 2): 0.0}  # nothing is partitioned: the norm is summed in PyTorch's order
         for found, planned, expected in counted:
             assert found == planned == expected
         assert sums == [[3.0]]
@@ -121,10 +110,10 @@ CASES = [("dp", 2), ("zero-1", 2), ("zero-2", 2), ("zero-3", 2), ("infinity-nvme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "clip": 0.5}], ids=["plainly", "accumulating, clipped"])
-def test_four_ranks_in_groups_train_as_distributed_data_parallel(options: dict[str, Any]):
-    for differences in on_ranks(4, compare, CASES, options):
-        assert len(differences) == len(CASES) and max(differences.values()) < ROUNDING, differences
+@pytest.mark.parametrize("loop", [Loop(), Loop(micro_batches=2, clip=0.5)], ids=["plainly", "accumulating, clipped"])
+def test_four_ranks_in_groups_train_as_distributed_data_parallel(loop: Loop):
+    for found in on_ranks(4, compare, CASES, loop):
+        assert len(found) == len(CASES) and max(found.values()) < ROUNDING, found
 
 
 def counted(rank: int) -> tuple:

@@ -3,17 +3,38 @@ zinf."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from followed import followed_plans
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 import zinf_fx
 from zinf_fx.plan.simulation.communication import communication
+
+# Losses of this rank, and the parameters at the end.
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+
+PRESETS = ("dp", "zero-1", "zero-2", "zero-3", "zero-offload", "infinity-cpu", "infinity-nvme", "nvme")
+
+# States of each parameter on tiers of their own.
+SPREAD = {
+    "parameters": [("layers.0.*", "device"), ("norms.1.*", "host"), ("*", "nvme")],
+    "gradients": [("layers.?.bias", "nvme"), ("norms.*", "device"), ("*", "host")],
+    "optimizer": [("layers.1.*", "device"), ("norms.*", "nvme"), ("*", "host")],
+}
+
+# By how much ten steps differ where fp32 sums have another order.
+ROUNDING = 1e-5
 
 VOCABULARY, HIDDEN = 97, 60  # of which no number of ranks divides the elements
 
@@ -72,34 +93,115 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def train_ddp(
-    steps: int = 10, micro_batches: int = 1, clip: float | None = None, eps: float = 1e-8, tied: bool = True
-) -> tuple[list[float], dict]:
-    """Losses of this rank, and the parameters at the end."""
-    plain = model(tied=tied)
-    wrapped = data_parallel(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=eps, fused=True)
-    losses = _train(wrapped, optimizer, lambda: no_sync(wrapped), steps, micro_batches, clip)
+def adamw(lr: float = 1e-2, eps: float = 1e-8, **stored: object) -> tuple[Callable, Callable]:
+    """PyTorch's AdamW and zinf's, which has more options."""
+    options = {"lr": lr, "eps": eps}
+    return partial(torch.optim.AdamW, fused=True, **options), partial(zinf_fx.optim.AdamW, **options, **stored)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does.
+
+    Attributes:
+        clip: the norm to which gradients are clipped.
+        schedule: whether the learning rate changes.
+        scaled: whether the loss is scaled; in the second step, gradients on the last rank are infinite then.
+        optimizers: what makes the plain model's optimizer, and the stored one's.
+    """
+
+    steps: int = 10
+    micro_batches: int = 1
+    clip: float | None = None
+    schedule: bool = False
+    scaled: bool = False
+    optimizers: tuple[Callable, Callable] = adamw()
+
+    def train(self, run: nn.Module, optimizer: Any, without_sync: Callable[[], AbstractContextManager]) -> list[float]:
+        """Return this rank's losses and, where gradients are clipped, their norms."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100, enabled=self.scaled)
+        warmup = [LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))] if self.schedule else []
+        found, scales = [], []
+        for step, micro in enumerate(batches(self.steps, this_rank(), self.micro_batches)):
+            overflows = self.scaled and step == 1 and this_rank() == world_size() - 1
+            for number, (tokens, targets) in enumerate(micro, start=1):
+                with nullcontext() if number == len(micro) else without_sync():
+                    loss = run(tokens, targets) / len(micro)
+                    scaler.scale(loss * torch.inf if overflows else loss).backward()
+                found.append(loss.item())
+            scaler.unscale_(optimizer)
+            if self.clip is not None:
+                found.append(float(torch.nn.utils.clip_grad_norm_(list(run.parameters()), self.clip)))
+            scaler.step(optimizer)
+            scaler.update()
+            for schedule in warmup:
+                schedule.step()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert scales == ([256.0] + [128.0] * (self.steps - 1) if self.scaled else [1.0] * self.steps)
+        return found
+
+
+def train_plain(loop: Loop, build: Callable[..., nn.Module] = model) -> Trained:
+    """Train the model that `build(seed=...)` makes in plain PyTorch."""
+    plain = build(seed=0)
+    run = data_parallel(plain)
+    losses = loop.train(run, loop.optimizers[0](plain.parameters()), lambda: no_sync(run))
     return losses, {name: p.detach() for name, p in plain.named_parameters()}
 
 
 def train_zinf(
     placement: object,
-    steps: int = 10,
-    micro_batches: int = 1,
-    clip: float | None = None,
-    compiled: bool = True,
-    eps: float = 1e-8,
+    loop: Loop,
+    build: Callable[..., nn.Module] = model,
+    how: str = "compiled",
+    plan: Path | None = None,
     **options: object,
-) -> tuple[list[float], dict, nn.Module]:
-    """As `train_ddp`; and the model. Ranks begin with different values: those of the first are taken."""
-    stored = zinf_fx.offload(model(seed=this_rank()), placement=placement, **options)
-    run = torch.compile(stored, backend="zinf") if compiled else stored
-    optimizer = zinf_fx.optim.AdamW(stored.parameters(), lr=1e-2, eps=eps)
-    losses = _train(run, optimizer, zinf_fx.no_sync, steps, micro_batches, clip)
+) -> Trained:
+    """Train it through zinf. Ranks begin with different values: those of the first are taken.
+
+    Arguments:
+        how: "compiled" or "eager"; "constructed" if parameters are stored while the model is made, from one seed; "in
+            one line" if the first call stores them.
+        plan: the file of the plan that is followed.
+    """
+    options = {"placement": placement, **options}
+    if how == "constructed":
+        with zinf_fx.offloading(**options):
+            stored = build(seed=0)
+    else:
+        stored = build(seed=this_rank())
+    if how in ("compiled", "eager"):
+        zinf_fx.offload(stored, **options)
+    optimizer = loop.optimizers[1](stored.parameters())
+    given = options if how == "in one line" else {"plan": plan} if plan is not None else None
+    compiled = torch.compile(stored, backend="zinf", options=given)
+    losses = loop.train(stored if how == "eager" else compiled, optimizer, zinf_fx.no_sync)
     with zinf_fx.gathered(stored) as values:
         names = [name for name, _ in stored.named_parameters()]
-        return losses, {name: value.clone() for name, value in zip(names, values, strict=True)}, stored
+        return losses, {name: value.clone() for name, value in zip(names, values, strict=True)}
+
+
+def differences(
+    rank: int,
+    placements: Sequence[object],
+    loop: Loop,
+    build: Callable[..., nn.Module] = model,
+    reference: Callable[[Loop, Callable[..., nn.Module]], Trained] = train_plain,
+    **options: object,
+) -> list[float]:
+    """For each placement, return the largest difference to plain PyTorch, in losses and in parameters at the end."""
+    losses, parameters = reference(loop, build)
+    assert loop.steps == 1 or losses[0] != losses[-1]
+    found = []
+    for placement in placements:
+        mine, trained = train_zinf(placement, loop, build, **options)
+        assert trained.keys() == parameters.keys()  # of which a tied weight is one
+        apart = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
+        apart += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
+        assert not any(map(math.isnan, apart))
+        found.append(max(apart))
+    return found
 
 
 def bytes_sent(model: nn.Module) -> tuple[int, int]:
@@ -115,18 +217,3 @@ def bytes_sent(model: nn.Module) -> tuple[int, int]:
             optimizer.zero_grad()
     (plan,) = plans
     return counts[2] - counts[1], sum(each.total for each in communication(plan))
-
-
-def _train(run, optimizer, no_sync, steps: int, micro_batches: int, clip: float | None) -> list[float]:
-    losses = []
-    for micro in batches(steps, this_rank(), micro_batches):
-        for number, (tokens, targets) in enumerate(micro, start=1):
-            with nullcontext() if number == len(micro) else no_sync():
-                loss = run(tokens, targets) / len(micro)
-                loss.backward()
-            losses.append(loss.item())
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(list(run.parameters()), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
