@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from followed import followed_plans
 from gate import slow
+from ranks import training
+from ranks.launching import on_ranks
+from ranks.training import ROUNDING, Loop, adamw, differences
 from torch.nn import functional as F
 from twins import python_calls_by_name
 
 import zinf_fx
 from zinf_fx.errors import BudgetError, PlanError
 from zinf_fx.runtime.gradients import backward
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
 
 # So large that the optimizer doesn't blow up the rounding of gradients that are next to nothing.
 EPSILON = 1e-4
@@ -38,65 +37,35 @@ class Linears(torch.nn.Module):
         return F.mse_loss(x + self.down(torch.tanh(self.up(x))), target)
 
 
-def linears() -> tuple[torch.nn.Module, Callable]:
-    return Linears(), lambda: (torch.randn(5, 37), torch.randn(5, 37))
-
-
-def gpt(tied: bool) -> tuple[torch.nn.Module, Callable]:
-    model = GPT(GPTConfig(layers=1, hidden=36, heads=2, context=16, vocabulary=61, tied=tied))
-    return model, lambda: (torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16)))
-
-
-MODELS = {"linears": linears, "gpt": lambda: gpt(tied=False), "tied gpt": lambda: gpt(tied=True)}
-
-
-def build(name: str) -> tuple[torch.nn.Module, Callable]:
-    torch.manual_seed(0)
-    return MODELS[name]()
-
-
-def train(call: Callable, batch: Callable, optimizer: torch.optim.Optimizer, accumulate: int) -> list[float]:
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(4):
-        for _ in range(accumulate):
-            loss = call(*batch())
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-# Every model with one and with two micro-batches, and with several placements, each of which comes with both; in the
-# gate, every model once.
+# Every placement, with and without a tied weight, and with one and with two micro-batches.
+SLOWLY = adamw(lr=1e-3, eps=EPSILON)
+ONE, TWO = Loop(4, optimizers=SLOWLY), Loop(4, micro_batches=2, optimizers=SLOWLY)
+CLIPPING = Loop(3, micro_batches=2, clip=0.5, optimizers=adamw(eps=EPSILON))
 RUNS = [
-    slow("linears", "device", 1),
-    ("linears", "nvme", 2),
-    slow("gpt", "host", 2),
-    slow("gpt", "infinity-nvme", 1),
-    ("tied gpt", "device", 2),
-    slow("tied gpt", "nvme", 1),
+    slow(1, ["device", "infinity-nvme"], False, ONE),
+    (1, ["nvme"], False, TWO),
+    slow(1, ["host"], False, TWO),
+    (1, ["device"], True, TWO),
+    slow(1, ["nvme"], True, ONE),
+    slow(4, ["zero-1", "zero-2", "zero-3", "infinity-cpu", "zero-offload"], True, CLIPPING),
 ]
 
 
-@pytest.mark.parametrize(("name", "placement", "accumulate"), RUNS)
-def test_equals_untiled(tmp_path: Path, name: str, placement: str, accumulate: int) -> None:
-    plain, batch = build(name)
-    expected = train(plain, batch, torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPSILON), accumulate)
-    model, batch = build(name)
-    zinf_fx.offload(model, store=tmp_path, placement=placement, tile=2500)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-3, eps=EPSILON)
-    losses = train(torch.compile(model, backend="zinf"), batch, optimizer, accumulate)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5, msg=name)
+@pytest.mark.parametrize(("size", "placements", "tied", "loop"), RUNS)
+def test_equals_untiled(size: int, placements: list[str], tied: bool, loop: Loop) -> None:
+    in_tiles = partial(differences, build=partial(training.model, tied=tied), tile=2500)
+    for found in on_ranks(size, in_tiles, placements, loop):
+        assert len(found) == len(placements) and max(found) < ROUNDING
+
+
+def linears() -> tuple[Linears, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Linears(), (torch.randn(5, 37), torch.randn(5, 37))
 
 
 @pytest.mark.parametrize("count", [slow(1), 3, slow(16)])
 def test_any_number_of_tiles(tmp_path: Path, count: int) -> None:
-    plain, batch = build("linears")
-    x, target = batch()
+    plain, (x, target) = linears()
     model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=-(-111 // count) * 37 * 4)
     model.load_state_dict(plain.state_dict())
     with followed_plans(model) as plans:
@@ -161,21 +130,21 @@ def test_what_can_not_be_tiled_is_said(tmp_path: Path) -> None:
 
 def test_the_tiles_of_a_graph_are_looked_through_once(tmp_path: Path) -> None:
     """However many parameters they are of."""
-    model, batch = build("linears")
+    model, batch = linears()
     zinf_fx.offload(model, store=tmp_path, placement="infinity-cpu", tile=2500)
     call, calls = torch.compile(model, backend="zinf"), []
     for _ in range(2):
-        loss = call(*batch())
+        loss = call(*batch)
         calls.append(python_calls_by_name(loss.backward)["_starts"])
         model.zero_grad()
     assert calls == [1, 1]
 
 
 def test_half_a_gradient_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, batch = build("linears")
+    plain, inputs = linears()
     model = zinf_fx.offload(Linears(), store=tmp_path, placement="nvme", tile=2500)
     model.load_state_dict(plain.state_dict())
-    call, inputs = torch.compile(model, backend="zinf"), batch()
+    call = torch.compile(model, backend="zinf")
     arrive, calls = backward.accumulate, []
 
     def fail_later(*args: object, **kwargs: object) -> None:

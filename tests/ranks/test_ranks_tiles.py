@@ -1,14 +1,12 @@
-"""Parameters in tiles, each divided over the ranks: the training of DistributedDataParallel, in the plan's bytes."""
+"""Parameters in tiles, each divided over the ranks: trained as in DistributedDataParallel, in the plan's bytes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from followed import followed_plans
-from ranks import training
 from ranks.launching import on_ranks
+from ranks.training import ROUNDING
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,23 +16,8 @@ from zinf_fx.frontend.explain import plan_model
 from zinf_fx.plan.sharding import shards_of
 from zinf_fx.plan.simulation.communication import communication
 
-# Of fp32 sums in another order, over three steps.
-ROUNDING = 1e-5
-TILE = 2500
 # So large that the optimizer doesn't blow up the rounding of gradients that are next to nothing.
 EPSILON = 1e-4
-
-
-def compare(rank: int, placements: tuple[str, ...], options: dict[str, Any]) -> dict[str, float]:
-    """By placement, the largest difference to DistributedDataParallel, in losses and parameters."""
-    losses, parameters = training.train_ddp(**options)
-    found = {}
-    for placement in placements:
-        mine, trained, _ = training.train_zinf(placement, tile=TILE, **options)
-        differences = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
-        differences += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
-        found[placement] = max(differences)
-    return found
 
 
 class Wide(nn.Module):
@@ -115,14 +98,11 @@ def test_two_ranks_train_in_tiles_as_distributed_data_parallel():
 
 
 def on_four(rank: int) -> tuple:
-    options = {"steps": 3, "micro_batches": 2, "clip": 0.5, "eps": EPSILON}
-    placements = ("zero-1", "zero-2", "zero-3", "infinity-cpu", "zero-offload")
-    return compare(rank, placements, options), from_disk(rank, 1), from_disk(rank, 2)
+    return from_disk(rank, 1), from_disk(rank, 2)
 
 
 @pytest.mark.slow
 def test_four_ranks_train_in_tiles_as_distributed_data_parallel():
-    for differences, *disk in on_ranks(4, on_four):
-        assert len(differences) == 5 and max(differences.values()) < ROUNDING, differences
+    for disk in on_ranks(4, on_four):
         for difference, sent, planned, tiles, over in disk:
             assert difference < ROUNDING and sent == planned and tiles > 4 and over <= 0
