@@ -1,9 +1,12 @@
-"""Training with small parameters in packs equals plain PyTorch, whatever is done with single ones of them."""
+"""Training with small parameters in packs equals that without, whatever is done with single ones of them."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from gate import slow
+from ranks import training
+from ranks.launching import on_ranks
 from torch import Tensor, nn
 from twins import Net, assert_nothing_leaked, x
 
@@ -188,7 +193,115 @@ def test_each_kind_of_device_has_packs_of_its_own_size() -> None:
         assert sorted(found) == [["a", "b"], ["x", "y", "z"]]
 
 
-def test_accumulated_gradients(tmp_path: Path) -> None:
+class Side:
+    """A model in training: a plain one, or one that is stored with `options`. It has two optimizers."""
+
+    def __init__(self, options: dict[str, Any] | None, model: nn.Module | None = None) -> None:
+        if model is None:
+            model = training.model()
+            if options is not None:
+                zinf_fx.offload(model, **options)
+        self.model, self.run = model, model if options is None else torch.compile(model, backend="zinf")
+        second = model.norms[0].weight
+        first = [parameter for parameter in model.parameters() if parameter is not second]
+        kinds = torch.optim if options is None else zinf_fx.optim
+        self.optimizers = kinds.AdamW(first, lr=1e-2, fused=True), kinds.SGD([second], lr=0.1, momentum=0.9, fused=True)
+        self.losses: list[float] = []
+
+    def train(self, batches: Sequence, *, accumulate: bool = False) -> None:
+        """A step for each batch; or one for all, of which all backward passes but the last don't synchronise."""
+        for number, batch in enumerate(batches, start=1):
+            with zinf_fx.no_sync() if accumulate and number < len(batches) else nullcontext():
+                loss = self.run(*batch)
+                loss.backward()
+            self.losses.append(loss.item())
+            if not accumulate or number == len(batches):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        """Parameters, and their states."""
+        found = list(self.model.parameters())
+        for optimizer in self.optimizers:
+            states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+            found += [state[name] for state in states for name in sorted(state)]
+        return [t.full_tensor() if isinstance(t, StoredTensor) else t for t in found]
+
+
+def accumulated(options: dict[str, Any] | None, batches: Sequence) -> Side:
+    """With and without synchronisation; one gradient is dropped in between, so that its pack arrives in parts."""
+    side = Side(options)
+    side.train(batches, accumulate=True)
+    side.run(*batches[0]).backward()
+    side.model.norms[1].weight.grad = None
+    side.train(batches[1:], accumulate=True)
+    return side
+
+
+def partly_frozen(options: dict[str, Any] | None, batches: Sequence) -> Side:
+    """One parameter is frozen for some steps, and another written to by hand."""
+    side = Side(options)
+    for frozen in (False, True, False):
+        side.model.layers[1].weight.requires_grad_(not frozen)
+        side.train(batches[:2])
+        with torch.no_grad():
+            side.model.layers[0].bias.mul_(2)
+    return side
+
+
+def built_and_loaded(options: dict[str, Any] | None, batches: Sequence) -> Side:
+    """A model that is built piece by piece, whose parameters don't lie side by side, and takes over another one's
+    states from a file."""
+    first = Side(options)
+    first.train(batches)
+    with nullcontext() if options is None else zinf_fx.offloading(**options):
+        model = training.Model()
+    model.load_state_dict(first.model.state_dict())
+    side = Side(options, model)
+    for mine, theirs in zip(side.optimizers, first.optimizers, strict=True):
+        torch.save(theirs.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        mine.load_state_dict(torch.load(file, weights_only=True))
+    side.train(batches)
+    side.losses = first.losses + side.losses
+    return side
+
+
+Scenario = Callable[[dict[str, Any] | None, Sequence], Side]
+
+
+def same_with_packs(rank: int, scenario: Scenario, placement: object) -> None:
+    """Assert that a scenario gives with packs what it does in plain PyTorch or, on several ranks, without them: losses,
+    and parameters with their states."""
+    batches = [batch for (batch,) in training.batches(3, rank, 1)]
+    without = None if training.world_size() == 1 else {"placement": placement, "pack": None}
+    plain = scenario(without, batches)
+    torch.compiler.reset()
+    packed = scenario({"placement": placement, "pack": "auto"}, batches)
+    assert packed.losses == plain.losses
+    mine, theirs = packed.values(), plain.values()
+    assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize(
+    ("size", "scenario", "placement"),
+    [
+        *((1, scenario, "nvme") for scenario in (accumulated, partly_frozen, built_and_loaded)),
+        (2, accumulated, "nvme"),
+        slow(2, partly_frozen, "zero-2"),
+        *(
+            slow(2, scenario, placement)
+            for scenario in (accumulated, partly_frozen, built_and_loaded)
+            for placement in ("zero-1", "zero-3", "infinity-nvme")
+        ),
+    ],
+)
+def test_single_parameters_of_packs_are_what_they_are_without(size: int, scenario: Scenario, placement: str) -> None:
+    on_ranks(size, same_with_packs, scenario, placement)
+
+
+def test_clipped_gradients(tmp_path: Path) -> None:
     plain, model = twins(tmp_path)
     sides = zip((plain, torch.compile(model, backend="zinf")), optimizers(plain, model), strict=True)
     for call, optimizer in sides:
@@ -224,44 +337,6 @@ def test_low_precision_parameters_have_masters_side_by_side(tmp_path: Path) -> N
                 with torch.no_grad():  # what others write to one parameter is taken over into its master
                     model.layers[1].bias.add_(0.25)
     assert all(map(torch.equal, losses[None], losses["auto"]))
-
-
-def test_freezing_thawing_and_other_optimizers(tmp_path: Path) -> None:
-    """One parameter of a pack is frozen for a step, and some have another optimizer."""
-    plain, model = twins(tmp_path)
-
-    def split(net: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return list(net.layers.parameters()), [net.scale]
-
-    sides = []
-    for net, kinds in ((plain, torch.optim), (model, zinf_fx.optim)):
-        first, second = split(net)
-        options = {"fused": True}
-        both = kinds.AdamW(first, **options), kinds.SGD(second, lr=0.1, momentum=0.9)
-        sides.append((net, plain if net is plain else torch.compile(model, backend="zinf"), both))
-    for step in range(4):
-        batch = x()
-        for net, call, both in sides:
-            net.layers[1].weight.requires_grad_(step != 1)
-            call(batch).backward()
-            for optimizer in both:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_equal(model, plain)
-
-
-def test_a_gradient_that_is_there_for_some_only(tmp_path: Path) -> None:
-    plain, model = twins(tmp_path)
-    call = torch.compile(model, backend="zinf")
-    for net, run in ((plain, plain), (model, call)):
-        torch.manual_seed(5)
-        run(x()).backward()
-        net.scale.grad = None
-        net.layers[2].bias.grad = None
-        run(x()).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad.full_tensor(), theirs.grad), name
 
 
 def test_a_member_changed_between_forward_and_backward(tmp_path: Path) -> None:
@@ -331,39 +406,22 @@ def test_layers_that_share_a_graph_and_a_tied_weight(tmp_path: Path) -> None:
         assert_equal(model, plain)
 
 
-def test_a_plan_with_packs_is_exported_and_followed(tmp_path: Path) -> None:
-    plain, model = twins(tmp_path)
+@pytest.mark.parametrize("size", [1, slow(2)])
+def test_a_plan_with_packs_is_exported_and_followed(tmp_path: Path, size: int) -> None:
     with torch.device("meta"):
-        abstract = Net()
-        del abstract.unused
-    plan = zinf_fx.export_plan(abstract, (torch.empty(3, 32, device="meta"),), placement="nvme", pack="auto")
+        model, tokens = training.Model(), torch.empty(3, 16, dtype=torch.long)
+    plan = zinf_fx.export_plan(model, (tokens, tokens), placement="infinity-nvme", pack="auto", world_size=size)
+    (pack,) = (tile for tile in plan.tiles if tile.members)
+    assert len(pack.members) == 10
+    if size > 1:
+        assert pack.shard == sum(member.shard for member in pack.members)
+        assert pack.gathered_nbytes > size * pack.shard_nbytes
     path = tmp_path / "plan.json"
     plan.save(path)
     assert zinf_fx.load_plan(path) == plan
-    assert [len(tile.members) for tile in plan.tiles] == [9]
-    call = torch.compile(model, backend="zinf", options={"plan": path})
-    plainly, optimizer = optimizers(plain, model)
-    for _ in range(2):
-        batch = x()
-        one_step(plain, plain, plainly, batch)
-        one_step(model, call, optimizer, batch)
-    assert_equal(model, plain)
-
-
-def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
-    plain, model = twins(tmp_path)
-    call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(plain, model)
-    torch.manual_seed(2)
-    batches = [x() for _ in range(4)]
-    for number, batch in enumerate(batches):
-        one_step(plain, plain, plainly, batch)
-        one_step(model, call, optimizer, batch)
-        if number == 1:
-            torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-            optimizer = zinf_fx.optim.AdamW(model.parameters())
-            optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert_equal(model, plain)
-    assert_same_states(optimizer, plainly)
+    following = partial(training.differences, pack="auto", plan=path)
+    for found in on_ranks(size, following, ["infinity-nvme"], training.Loop(2)):
+        assert found == [0.0]
 
 
 def test_counts_that_are_copied_for_the_update_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

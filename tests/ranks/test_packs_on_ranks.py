@@ -1,12 +1,11 @@
-"""Packs over several ranks: one collective for each, as many in a step as the plan says, and the same training."""
+"""Packs over several ranks: one collective for each, as many in a step as the plan says."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,9 +24,6 @@ from zinf_fx.plan.packs import may_be_packed
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.schedule import Tile
 from zinf_fx.plan.simulation.communication import all_gathered, communication, refreshed_tiles
-
-Outcome = tuple[list, nn.Module, torch.optim.Optimizer]
-Scenario = Callable[[int, dict[str, Any]], Outcome]
 
 # What torch.distributed is asked for, as torch's own profiler sees it.
 CALLS = {"c10d::_allgather_base_": "allgather", "c10d::_reduce_scatter_base_": "reduce", "c10d::allreduce_": "reduce"}
@@ -91,94 +87,6 @@ def test_collectives_of_a_step_are_those_of_the_plan(size: int, presets: tuple[s
     for found in on_ranks(size, counted, presets):
         for preset, (moved, expected) in found.items():
             assert moved == expected and moved.collectives["reduce"] == 1, preset
-
-
-def same_as_without(rank: int, scenario: Scenario, preset: str) -> tuple[bool, bool]:
-    """Whether what is done with single parameters of packs gives what it does without packs: losses, and parameters
-    with their states."""
-    both = []
-    for pack in (None, "auto"):
-        torch._dynamo.reset()
-        losses, model, optimizer = scenario(rank, {"placement": preset, "pack": pack})
-        tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
-        both.append((losses, [t.full_tensor() if isinstance(t, zinf_fx.StoredTensor) else t for t in tensors]))
-    (losses, values), (packed_losses, packed_values) = both
-    return losses == packed_losses, all(map(torch.equal, values, packed_values))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence, *, accumulate: bool = False) -> list:
-    """The losses of a step for each batch; or of a single one, of which all backward passes but the last don't
-    synchronise."""
-    run, losses = torch.compile(model, backend="zinf"), []
-    for number, batch in enumerate(batches, start=1):
-        with zinf_fx.no_sync() if accumulate and number < len(batches) else nullcontext():
-            loss = run(*batch)
-            loss.backward()
-        losses.append(loss.item())
-        if not accumulate or number == len(batches):
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
-def made(model: nn.Module) -> torch.optim.Optimizer:
-    return zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def micro_batches(rank: int) -> list:
-    return [batch for (batch,) in training.batches(3, rank, 1)]
-
-
-def accumulated(rank: int, options: dict[str, Any]) -> Outcome:
-    """With and without synchronisation; one gradient is dropped in between, so that its pack arrives in parts."""
-    model = zinf_fx.offload(training.model(), **options)
-    optimizer, run = made(model), torch.compile(model, backend="zinf")
-    losses = train(model, optimizer, micro_batches(rank), accumulate=True)
-    run(*micro_batches(rank)[0]).backward()
-    model.norms[1].weight.grad = None
-    return losses + train(model, optimizer, micro_batches(rank)[1:], accumulate=True), model, optimizer
-
-
-def partly_frozen(rank: int, options: dict[str, Any]) -> Outcome:
-    """One parameter is frozen for some steps, and another written to by hand."""
-    model = zinf_fx.offload(training.model(), **options)
-    optimizer, losses = made(model), []
-    for frozen in (False, True, False):
-        model.layers[1].weight.requires_grad_(not frozen)
-        losses += train(model, optimizer, micro_batches(rank)[:2])
-        with torch.no_grad():
-            model.layers[0].bias.mul_(2)
-    return losses, model, optimizer
-
-
-def built_and_loaded(rank: int, options: dict[str, Any]) -> Outcome:
-    """A model that is built piece by piece, whose parameters don't lie side by side, and takes over
-    another one's states."""
-    first = zinf_fx.offload(training.model(), **options)
-    trained = made(first)
-    losses = train(first, trained, micro_batches(rank))
-    with zinf_fx.offloading(**options):
-        model = training.Model()
-    model.load_state_dict(first.state_dict())
-    optimizer = made(model)
-    optimizer.load_state_dict(trained.state_dict())
-    return losses + train(model, optimizer, micro_batches(rank)), model, optimizer
-
-
-@pytest.mark.parametrize(
-    ("scenario", "preset"),
-    [
-        (accumulated, "nvme"),
-        slow(partly_frozen, "zero-2"),
-        *(
-            slow(scenario, preset)
-            for scenario in (accumulated, partly_frozen, built_and_loaded)
-            for preset in ("zero-1", "zero-3", "infinity-nvme")
-        ),
-    ],
-)
-def test_single_parameters_of_packs_are_what_they_are_without(scenario: Scenario, preset: str):
-    assert on_ranks(2, same_as_without, scenario, preset) == [(True, True)] * 2
 
 
 class Apart(nn.Module):
@@ -245,11 +153,11 @@ def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
     found = []
     for preset in presets:
         torch._dynamo.reset()
-        losses, parameters, _ = training.train_zinf(preset, steps=4)
+        losses, parameters = training.train_zinf(preset, training.Loop(4))
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch:
             late = install(patch)
-            theirs, others, _ = training.train_zinf(preset, steps=4, pack="auto")
+            theirs, others = training.train_zinf(preset, training.Loop(4), pack="auto")
         same = losses == theirs and all(torch.equal(parameters[name], others[name]) for name in parameters)
         found.append(same and late.downloads > 0)
     return found
@@ -258,36 +166,6 @@ def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
 @pytest.mark.slow
 def test_packs_on_a_device_with_memory_of_its_own():
     assert on_ranks(2, on_device_with_memory, ["zero-offload", "infinity-cpu", "nvme"]) == [[True] * 3] * 2
-
-
-def followed(rank: int, path: Path) -> list[float]:
-    """Losses with the plan that is made here, and with the one of a file."""
-    losses = []
-    for options in ({}, {"plan": path}):
-        torch._dynamo.reset()
-        model = zinf_fx.offload(training.model(), placement="infinity-nvme", pack="auto")
-        run, optimizer = torch.compile(model, backend="zinf", options=options), made(model)
-        for batch in micro_batches(rank)[:2]:
-            loss = run(*batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.slow
-def test_an_exported_plan_has_the_packs_of_many_ranks(tmp_path: Path):
-    with torch.device("meta"):
-        model, tokens = training.Model(), torch.empty(3, 16, dtype=torch.long)
-    options = {"placement": "infinity-nvme", "pack": "auto"}
-    plan = zinf_fx.export_plan(model, (tokens, tokens), world_size=2, **options)
-    (pack,) = (tile for tile in plan.tiles if tile.members)
-    assert pack.shard == sum(member.shard for member in pack.members) and pack.gathered_nbytes > 2 * pack.shard_nbytes
-    plan.save(tmp_path / "plan.json")
-    assert zinf_fx.load_plan(tmp_path / "plan.json") == plan
-    for own, given in on_ranks(2, followed, tmp_path / "plan.json"):
-        assert own == given
 
 
 def test_what_no_pack_of_many_ranks_has():
