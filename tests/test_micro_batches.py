@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from followed import followed_plans
 from gate import slow
+from ranks.launching import on_ranks
+from ranks.training import data_parallel, no_sync, world_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,15 +96,16 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def loop(model: nn.Module, count: int, *batch: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """What plain PyTorch does: a backward pass for each micro-batch. Returns losses and logits."""
     found = []
-    for part in zip(*(one.chunk(count) for one in batch), strict=True):
-        loss, logits = model(*part)
-        (loss * scale if scale else loss / count).backward()
+    for number, part in enumerate(zip(*(one.chunk(count) for one in batch), strict=True), start=1):
+        with nullcontext() if number == count else no_sync(model):
+            loss, logits = model(*part)
+            (loss * scale if scale else loss / count).backward()
         found.append((loss.detach(), logits.detach()))
     return torch.stack([loss for loss, _ in found]), torch.cat([logits for _, logits in found])
 
 
-def twin_of(plain: nn.Module, store: Path, **options: Any) -> tuple[nn.Module, Callable[..., Any]]:
-    """A copy that is stored, and that compiled."""
+def twin_of(plain: nn.Module, store: Path | None, **options: Any) -> tuple[nn.Module, Callable[..., Any]]:
+    """A copy that is stored, and that compiled. `store`: None for the default one."""
     placement = options.pop("placement", "nvme")
     twin = zinf_fx.offload(copy.deepcopy(plain), store=store, placement=placement)
     return twin, torch.compile(twin, backend="zinf", dynamic=True, options=options)
@@ -111,9 +115,50 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
+def assert_same_gradients(twin: nn.Module, plain: nn.Module, same: Callable = torch.equal) -> None:
     for (name, ours), theirs in zip(twin.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(full(ours.grad), theirs.grad), name
+        assert same(full(ours.grad), theirs.grad), name
+
+
+def equals_the_loop(rank: int, count: int, options: dict[str, Any], tied: bool = False) -> int:
+    """Assert that steps equal the loop, in DistributedDataParallel on several ranks. Return the bytes that this rank
+    sends in the last one.
+
+    The gradients of a tied weight's two uses are summed over the micro-batches each by itself.
+    """
+    alone, same = world_size() == 1, partial(torch.allclose, rtol=0, atol=1e-5) if tied else torch.equal
+    blocks = [AttentionBlock if alone else Block] * (2 if "device_memory" in options else 1)
+    torch.manual_seed(0)
+    plain = Model(0.1, tied, blocks)
+    twin, compiled = twin_of(plain, None, micro_batches=count, **options)
+    run = data_parallel(plain)
+    ours = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(3 if alone else 2):
+        batch = tokens(count, 10 * rank + step)
+        torch.manual_seed(step)
+        losses, expected = loop(run, count, *batch)
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        before = zinf_fx.stats(twin).sent_bytes
+        loss, logits = compiled(*batch)
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after)
+        assert same(logits, expected)
+        assert torch.allclose(loss, losses.mean(), rtol=1e-6)
+        assert_same_gradients(twin, plain, same)
+        if alone:  # several ranks sum the norms of shards
+            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (twin, plain)]
+            assert torch.equal(*norms)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if not alone:
+            ours.finish()
+        sent = zinf_fx.stats(twin).sent_bytes - before
+    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert same(one.full_tensor(), other), name
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -133,31 +178,23 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
     ],
     ids=str,
 )
-def test_a_step_equals_the_loop(tmp_path: Path, count: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = Model(dropout=0.1, blocks=[AttentionBlock] * (2 if "device_memory" in options else 1))
-    twin, compiled = twin_of(plain, tmp_path, micro_batches=count, **options)
-    ours = zinf_fx.optim.AdamW(twin.parameters(), lr=1e-2)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    for step in range(3):
-        batch = tokens(count, step)
-        torch.manual_seed(step)
-        losses, expected = loop(plain, count, *batch)
-        after = torch.get_rng_state()
-        torch.manual_seed(step)
-        loss, logits = compiled(*batch)
-        loss.backward()
-        assert torch.equal(torch.get_rng_state(), after)
-        assert torch.equal(logits, expected)
-        assert torch.allclose(loss, losses.mean(), rtol=1e-6)
-        assert_same_gradients(twin, plain)
-        norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (twin, plain)]
-        assert torch.equal(*norms)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), other), name
+def test_a_step_equals_the_loop(count: int, options: dict[str, Any]) -> None:
+    on_ranks(1, equals_the_loop, count, options)
+
+
+def equals_the_loop_in_parts_and_whole(rank: int, group: object, tied: bool) -> tuple[int, int]:
+    """Return the bytes that this rank sends in a step of two micro-batches, and in one of one."""
+    options = {"placement": "infinity-nvme"}
+    in_parts = equals_the_loop(rank, 2, {**options, "micro_batch_group": group}, tied)
+    torch.compiler.reset()
+    return in_parts, equals_the_loop(rank, 1, options, tied)
+
+
+@pytest.mark.parametrize(("group", "tied"), [(1, False), slow("auto", True)])
+def test_two_ranks_send_as_much_as_with_one_micro_batch(group: object, tied: bool) -> None:
+    """Each reduces its gradients once, as DistributedDataParallel does after no_sync."""
+    for of_several, of_one in on_ranks(2, equals_the_loop_in_parts_and_whole, group, tied):
+        assert of_several == of_one > 0
 
 
 @cache
