@@ -11,8 +11,10 @@ import pytest
 import torch
 from gate import named, slow
 from ranks import training
+from ranks.launching import on_ranks
 from torch import nn
 from twins import Net, assert_same_gradients, pair, x  # noqa: F401
+from versions import BEFORE_2_12
 
 import zinf_fx
 from zinf_fx.sizes import blocks
@@ -64,19 +66,45 @@ def test_training_goes_on_after_a_conversion(pair: tuple[Net, Net], conversion: 
     assert seen == [dtype] * 2  # hooks of the user go with the object
 
 
-@pytest.mark.parametrize("conversion", [slow("cpu"), "double"])
-def test_a_language_model_with_tied_weights(tmp_path: Path, conversion: str) -> None:
+STEPS: list[Callable[[nn.Module], nn.Module]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.double()]
+
+
+def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[float]:
+    """Two steps after each of the conversions, with gradients that are converted too."""
+    losses = []
+    for convert in STEPS:
+        convert(model)
+        if BEFORE_2_12:  # it doesn't notice by itself
+            torch._dynamo.reset()
+        run = wrap(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+        for (batch,) in training.batches(2, training.this_rank(), 1):
+            optimizer.zero_grad()
+            run(*batch).backward()
+            losses.append(run(*batch).item())
+            optimizer.step()
+    return losses
+
+
+def converted(rank: int, placement: str, compiled: bool) -> None:
+    """Assert that losses, parameters and gradients equal those of plain PyTorch, and that tied weights stay so."""
     plain = training.model()
-    stored = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
-    run = torch.compile(stored, backend="zinf")
-    for _ in range(2):
-        optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, fused=True) for model in (plain, stored)]
-        for (batch,) in training.batches(2, 0, 1):
-            assert torch.equal(step(plain, optimizers[0], *batch), step(run, optimizers[1], *batch))
-        for model in (plain, stored):
-            CONVERSIONS[conversion](model)
-        assert stored.head.weight is stored.tokens.weight
-        assert all(p.equal(q) for p, q in zip(stored.parameters(), plain.parameters(), strict=True))
+    expected = train(plain, training.data_parallel)
+    torch._dynamo.reset()
+    model = zinf_fx.offload(training.model(), placement=placement)
+    assert train(model, (lambda m: torch.compile(m, backend="zinf")) if compiled else (lambda m: m)) == expected
+    assert model.head.weight is model.tokens.weight
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(mine.equal(theirs) for mine, theirs in pairs)
+    used = [(mine.grad, theirs.grad) for mine, theirs in pairs if mine.grad is not None]
+    assert len(used) >= 10 and all(mine.equal(theirs) for mine, theirs in used)
+
+
+@pytest.mark.parametrize(
+    ("size", "placement", "compiled"), [(1, "nvme", True), (2, "infinity-nvme", True), slow(2, "zero-2", False)]
+)
+def test_a_language_model_trains_on_after_conversions(size: int, placement: str, compiled: bool) -> None:
+    on_ranks(size, converted, placement, compiled)
 
 
 @pytest.mark.parametrize(("finishes", "pack"), [(False, "auto"), (True, None), slow(True, "auto"), slow(False, None)])

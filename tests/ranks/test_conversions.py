@@ -1,60 +1,17 @@
-"""Module.to() of a model that two ranks train, before its first call and later."""
+"""Module.to() of a model that two ranks train in tensor parallelism, before its first call and later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.distributed as dist
-from gate import slow
 from ranks import tensor_parallel as tp
-from ranks import training
 from ranks.launching import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from versions import BEFORE_2_12
 
 import zinf_fx
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
-
-STEPS: list[Callable[[nn.Module], nn.Module]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.double()]
-
-
-def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[float]:
-    """Two steps after each of the conversions, with gradients that are converted too."""
-    losses = []
-    for convert in STEPS:
-        convert(model)
-        if BEFORE_2_12:  # it doesn't notice by itself
-            torch._dynamo.reset()
-        run = wrap(model)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-        for (batch,) in training.batches(2, dist.get_rank(), 1):
-            optimizer.zero_grad()
-            run(*batch).backward()
-            losses.append(run(*batch).item())
-            optimizer.step()
-    return losses
-
-
-def converted(rank: int, placement: str, compiled: bool) -> bool:
-    """Whether losses, parameters and gradients equal those of DistributedDataParallel."""
-    plain = training.model()
-    expected = train(plain, lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True))
-    torch._dynamo.reset()
-    model = zinf_fx.offload(training.model(), placement=placement)
-    losses = train(model, (lambda m: torch.compile(m, backend="zinf")) if compiled else (lambda m: m))
-    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-    same = all(mine.equal(theirs) for mine, theirs in pairs)
-    used = [(mine.grad, theirs.grad) for mine, theirs in pairs if mine.grad is not None]
-    return losses == expected and same and len(used) >= 10 and all(m.equal(t) for m, t in used)
-
-
-@pytest.mark.parametrize(("placement", "compiled"), [("infinity-nvme", True), slow("zero-2", False)])
-def test_two_ranks_train_on_after_conversions_as_distributed_data_parallel(placement: str, compiled: bool):
-    assert all(on_ranks(2, converted, placement, compiled))
 
 
 def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | float]:
