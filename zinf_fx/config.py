@@ -45,7 +45,7 @@ Compute = Literal["auto", "eager", "inductor"]
 Partition = Literal["shards", "owner"]
 Reduction = Literal["mean", "sum"]
 LEAST_CHUNK = 1 << 16
-MOST_THREADS = 1 << 10
+MOST_THREADS = 1 << 10  # MOST in native/threads.c
 
 Preset = Literal[
     "device",

@@ -7,7 +7,7 @@
 #include <stdbool.h>
 
 enum {
-    MOST = 64,               /* threads */
+    MOST = 1024,             /* threads: MOST_THREADS in config.py */
     SHARES_EACH = 2,         /* of each thread */
     WORTH_A_SHARE = 1 << 15, /* values: about 0.01 ms of work, where waking a thread takes as long */
 };
