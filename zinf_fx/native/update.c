@@ -16,6 +16,9 @@
 /* PyTorch's kernel does by vectors of so many elements or more what it can, and the others one by one. */
 #define VECTOR 8
 
+/* Elements from those that are computed with to those that are prefetched. */
+#define AHEAD 1024
+
 #define NAMED(name) name##_plain
 #include "update_plain.h"
 #include "update_block.h"

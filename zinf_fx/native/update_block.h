@@ -10,15 +10,17 @@
 
 /* How to divide by one positive number, often. */
 struct NAMED(divisor) {
-    V number, inverse;
+    V number, inverse, rest; /* what the inverse lacks */
     int multiplies;
 };
 
-/* The quotient by multiplication with the inverse, to which what it lacks is added twice, is rounded as that of a
- * division (Markstein, 1990), where nothing on the way is subnormal or infinite. A division takes four times as long. */
+/* The product with the inverse, in twice the precision, is one of the two numbers beside the quotient; with what it
+ * lacks added, it is rounded as a division is (Markstein, 1990), where nothing on the way is subnormal or infinite. A
+ * division takes four times as long. */
 ALWAYS struct NAMED(divisor) NAMED(divisor)(float number)
 {
-    struct NAMED(divisor) divisor = {ALL(number), ALL(1 / number), number > 0x1p-80f && number < 0x1p100f};
+    const float inverse = 1 / number, rest = fmaf(-number, inverse, 1) * inverse;
+    struct NAMED(divisor) divisor = {ALL(number), ALL(inverse), ALL(rest), number > 0x1p-80f && number < 0x1p100f};
     return divisor;
 }
 
@@ -27,8 +29,17 @@ ALWAYS V NAMED(divide)(V values, const struct NAMED(divisor) *by)
 {
     if (LANES == 1 || !by->multiplies)
         return values / by->number;
-    const V near = values * by->inverse, nearer = FMA(FMA(-near, by->number, values), by->inverse, near);
-    return FMA(FMA(-nearer, by->number, values), by->inverse, nearer);
+    const V near = FMA(values, by->inverse, values * by->rest);
+    return FMA(FMA(-near, by->number, values), by->inverse, near);
+}
+
+/* Begin to read what comes so much later: processors prefetch up to the end of a page of memory, and no further. It may
+ * lie behind the last element. */
+ALWAYS void NAMED(prefetch)(const struct zinf_kept *kept, size_t at)
+{
+    const size_t size = kept->kind == ZINF_FP32 ? 4 : kept->kind == ZINF_CODES ? 1 : 2;
+    for (size_t byte = 0; byte < PARTS * LANES * size; byte += 64)
+        __builtin_prefetch((const char *)kept->values + (at + AHEAD) * size + byte);
 }
 
 /* A state of a block. Codes are made of all values of a block at once, beside the update of the next one: until then,
@@ -100,6 +111,7 @@ ALWAYS void NAMED(close)(struct NAMED(state) *state)
     const float largest = NAMED(largest)(state->largest), scale = largest < INFINITY ? largest : NAN;
     ((float *)state->kept->companion)[state->first / ZINF_BLOCK] = scale;
     state->divisor = NAMED(divisor)(scale > 0 ? scale : 1);
+    state->divisor.multiplies &= !isnan(scale); /* the quotient of what is infinite is infinite */
 }
 
 /* Behind `close`. */
@@ -182,6 +194,13 @@ ALWAYS void NAMED(update_by)(int rule, int number, const struct zinf_options *op
             const size_t at = first + start + i;
             const int by_vectors = LANES > 1 || start + i < in_vectors, propagates = LANES > 1 || start + i < propagate;
             V gradients[PARTS], masters[PARTS], values[ZINF_STATES][PARTS];
+            if (LANES > 1) {
+                NAMED(prefetch)(&p.gradient, at);
+                NAMED(prefetch)(&p.master, at);
+                for (int k = 0; k < number; k++) NAMED(prefetch)(&p.states[k], at);
+                if (splits)
+                    NAMED(prefetch)(&p.weight, at);
+            }
             NAMED(values)(&p.gradient, at, gradients);
             if (splits)
                 NAMED(join)(p.weight.values, p.master.values, p.master.companion, at, masters);
