@@ -1,4 +1,5 @@
-"""Pieces of a chunk that threads update at the same time: the results are those of one thread, whatever happens."""
+"""Threads share the update of a chunk, natively or piece by piece: the results are those of one thread, whatever
+happens."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ from zinf_fx.sizes import WINDOW_ALIGNMENT
 R = TypeVar("R")
 
 THREADS = 3
-FORMS = {
+FORMS: dict[str, dict[str, object]] = {
     "fp32": {},
     "masters": {},
     "8bit": {"state_dtype": "8bit"},
     "split": {"master_dtype": "split", "state_dtype": torch.bfloat16},
 }
+BY_PYTORCH = {"fused": False}
+"""The option with which the torch class updates pieces, because no native kernel computes as it does."""
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def trained(store: Path, placement: str, form: dict[str, object], threads: int |
 def test_training_is_that_of_one_thread(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, placement: str, form: str
 ) -> None:
-    alone = trained(tmp_path / f"alone-{form}", placement, FORMS[form])
+    alone = trained(tmp_path / f"alone-{form}", placement, FORMS[form] | BY_PYTORCH)
     request.getfixturevalue("threads")
     used: set[int] = set()
     served, lanes = workers._served, []
@@ -101,8 +104,33 @@ def test_training_is_that_of_one_thread(
 
     monkeypatch.setattr(workers, "_served", lambda *given: used.add(threading.get_ident()) or served(*given))
     monkeypatch.setattr(chunks, "at_the_same_time", update)
-    together = trained(tmp_path / f"together-{form}", placement, FORMS[form])
+    together = trained(tmp_path / f"together-{form}", placement, FORMS[form] | BY_PYTORCH)
     assert used and threading.get_ident() not in used and max(lanes) == THREADS
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chunk_is_one_call_of_a_native_kernel(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """It divides the elements among threads itself, and returns when all are updated."""
+    alone = trained(tmp_path / f"alone-{form}", "nvme", FORMS[form])
+    request.getfixturevalue("threads")
+    run, update, calls = chunks.ChunkUpdate.run, kernels.update, []
+
+    def counting(of_step: chunks.ChunkUpdate, opened: chunks.OpenChunk, *given: object) -> None:
+        before = len(calls)
+        run(of_step, opened, *given)
+        assert len(calls) == before + 1
+
+    def native(options: object, operands: object, instructions: int, threads: int) -> None:
+        calls.append((threading.get_ident(), threads))
+        update(options, operands, instructions, threads)
+
+    monkeypatch.setattr(chunks.ChunkUpdate, "run", counting)
+    monkeypatch.setattr(kernels, "update", native)
+    together = trained(tmp_path / f"together-{form}", "nvme", FORMS[form])
+    assert set(calls) == {(threading.get_ident(), THREADS)}
     assert all(map(torch.equal, alone, together))
 
 
@@ -158,7 +186,7 @@ def test_how_many_threads_update(
 def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(64, 512, dtype=torch.bfloat16)
     zinf_fx.offload(model, store=tmp_path, placement="nvme", pack=None)
-    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, overlap=False)
+    optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2, overlap=False, fused=False)
     tiers = model.weight.stored.tiers
     update, calls = chunks.update_elements, []
 
@@ -189,7 +217,7 @@ def test_an_error_of_one_piece_ends_the_step_when_all_are_over(tmp_path: Path, m
 @pytest.mark.usefixtures("threads")
 def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for what is in other dtypes is for the pieces that were counted on when the step began."""
-    expected = trained(tmp_path / "as many", "nvme", FORMS["8bit"])
+    expected = trained(tmp_path / "as many", "nvme", FORMS["8bit"] | BY_PYTORCH)
     plan, lease = chunk_queue.ChunkMemory.plan, chunk_queue.ChunkMemory._allocate_scratch
 
     def with_some(self: chunk_queue.ChunkMemory, batch: UpdateBatch) -> None:
@@ -203,7 +231,7 @@ def test_a_step_goes_on_when_pytorch_gets_more_threads(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(chunk_queue.ChunkMemory, "plan", with_some)
     monkeypatch.setattr(chunk_queue.ChunkMemory, "_allocate_scratch", with_more_behind_it)
-    assert all(map(torch.equal, trained(tmp_path / "more", "nvme", FORMS["8bit"]), expected))
+    assert all(map(torch.equal, trained(tmp_path / "more", "nvme", FORMS["8bit"] | BY_PYTORCH), expected))
 
 
 def test_each_thread_takes_one_for_an_operation(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -23,7 +23,7 @@ from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.arithmetic import borrow
 from zinf_fx.optim.formats import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
 from zinf_fx.optim.kernels import Operands
-from zinf_fx.optim.threads import at_the_same_time, lanes_for, update_threads
+from zinf_fx.optim.threads import update_threads
 from zinf_fx.optim.update import update_elements
 from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
@@ -120,20 +120,12 @@ def update_rates(threads: int) -> dict[UpdateForm, float]:
 
 def update_rate(form: UpdateForm, threads: int) -> float:
     """Measure the parameters per second of one form."""
-    lanes, elements = lanes_for(_UPDATED, threads)
-    pieces = [_operands(elements, form) for _ in range(-(-_UPDATED // elements))]
+    operands = _operands(_UPDATED, form)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
-    inner = [borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], []) for _ in range(lanes)]
-    scratch = torch.empty(lanes, 4, elements, dtype=torch.float32, device="cpu")  # gradient, master and two moments
-
-    def work(lane: int, operands: Operands) -> None:
-        update_elements(inner[lane], [operands], scratch[lane], threads=threads if lanes == 1 else 1)
-
-    def update() -> None:
-        with closing(at_the_same_time(work, range(lanes), pieces)) as updated:
-            list(updated)
-
-    return len(pieces) * elements / _mean(update, CPU)
+    inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
+    # For the gradient, the master and two moments, where there is no native kernel.
+    scratch = torch.empty(4, _UPDATED, dtype=torch.float32, device="cpu")
+    return _UPDATED / _mean(lambda: update_elements(inner, [operands], scratch, threads=threads), CPU)
 
 
 def _operands(count: int, form: UpdateForm) -> Operands:

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from zinf_fx.adam import STATE_BYTES
 from zinf_fx.optim.arithmetic import Group, State, TensorLists, borrow, copied, show
 from zinf_fx.optim.elements import moved
-from zinf_fx.optim.kernels import NativeOperands
+from zinf_fx.optim.kernels import NativeOperands, has_kernel
 from zinf_fx.optim.partial_step import Progress
 from zinf_fx.optim.recurrence import same_objects
 from zinf_fx.optim.slices import OpenNonElementwise, OpenSlice, SliceStates, Update, UpdateGroup
 from zinf_fx.optim.states import ParameterStates
 from zinf_fx.optim.threads import at_the_same_time
 from zinf_fx.optim.update import Operands, update_elements
-from zinf_fx.plan.chunks import Member, cut, elements_of_chunk
+from zinf_fx.plan.chunks import Member, charged, cut, elements_of_chunk
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.tensor.tiers import Tiers
 
@@ -83,6 +83,7 @@ class Chunk:
 
     def __init__(self, slices: Sequence[SliceStates]) -> None:
         self.slices, self.kind = slices, slices[0].kind
+        self._has_kernels = self.kind.place is CPU  # as far as is known: whether a native one takes every operand
         self._calls: tuple[int, list[Call]] = 0, []  # by how many elements a call has
         self._arrays: list[list[torch.Tensor]] | None = None  # over which the same calls can be made again
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # in the calls, of what is shown
@@ -107,6 +108,19 @@ class Chunk:
         for call in calls:
             call.operands, call.lists = [self._operands(part, opened) for part in call.parts], None
         return calls
+
+    def native_calls(self, opened: Sequence[OpenSlice], inner: Callable[[UpdateGroup], Optimizer]) -> list[Call] | None:
+        """Return a call for each update group, over all of its elements, whose native kernel divides them among threads
+        of its own; None where any group has no kernel. `inner` gives the torch class with a group's options."""
+        groups = {update.group for states in self.slices for update in states.updates}
+        if not self._has_kernels or not all([has_kernel(inner(group)) for group in groups]):
+            return None
+        calls = self.calls(opened, sum([charged(len(part)) for states in self.slices for part in states.elements]))
+        for call in calls:
+            if not isinstance(call.lists, NativeOperands):
+                call.lists = NativeOperands.of(inner(call.group), call.operands)
+        self._has_kernels = all([call.lists is not None for call in calls])
+        return calls if self._has_kernels else None
 
     def _divided(self, elements: int) -> list[Call]:
         by_group: dict[UpdateGroup, list[tuple[int, int]]] = {}
@@ -236,7 +250,7 @@ class _Lane:
     """What calls need for themselves, one at a time: the torch class, borrowed for each group, and scratch."""
 
     def __init__(
-        self, borrowed: Callable[[Group, Device], Optimizer], scratch: torch.Tensor | None, threads: int
+        self, borrowed: Callable[[Group, Device], Optimizer], scratch: torch.Tensor | None, threads: int = 1
     ) -> None:
         self._borrowed, self.scratch, self.threads = borrowed, scratch, threads
         self._inner: dict[UpdateGroup, Optimizer] = {}
@@ -276,12 +290,12 @@ class ChunkUpdate:
         return inner
 
     def run(self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None, threads: int) -> None:
-        """Update a chunk, some elements at a time: on the CPU, the cache keeps what each operation leaves to the next
-        of the gradient in fp32 and of the new weights. See [Note: workers].
+        """Update a chunk: by one call of a native kernel where there is one, else by the torch class, some elements at
+        a time. On the CPU, the cache keeps what each of its operations leaves to the next. See [Note: workers].
 
-        `count`: how many calls are made at the same time, of a class of PyTorch's own, over at most so many `elements`
+        `count`: how many calls of a class of PyTorch's own are made at the same time, over at most so many `elements`
         each. `scratch`: memory for what these have in other dtypes than that of the update, if anything. `threads`: how
-        many update at the same time on the CPU.
+        many share the elements of a native call.
         """
         for opened_slice in opened.slices:
             opened_slice.wait()
@@ -297,14 +311,11 @@ class ChunkUpdate:
         self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None, threads: int
     ) -> None:
         chunk = opened.chunk
-        calls = chunk.calls(opened.slices, elements)
-        count = min(count, len(calls)) if self._runs_in_threads else 1
-        rooms: Sequence[torch.Tensor | None] = [scratch] * count
-        if scratch is not None:
-            starts = range(0, count * elements, elements) if count > 1 else [0]
-            typed = scratch.flatten(1).view(chunk.kind.dtype)
-            rooms = [typed[:, first : first + elements] if count > 1 else typed for first in starts]
-        lanes = [_Lane(self.borrowed, room, threads if count == 1 else 1) for room in rooms]
+        lanes = [_Lane(self.borrowed, None, threads)]
+        calls = chunk.native_calls(opened.slices, lanes[0].inner)
+        if calls is None:
+            calls = chunk.calls(opened.slices, elements)
+            lanes = self._lanes(chunk, min(count, len(calls)) if self._runs_in_threads else 1, elements, scratch)
         numbers: dict[ParameterStates, State] = {}
         with closing(at_the_same_time(_run, lanes, calls)) as updated:
             for call, _ in zip(calls, updated, strict=True):
@@ -314,6 +325,14 @@ class ChunkUpdate:
                 for number in call.ended:
                     self._store(opened.slices[number], numbers)
         chunk.keep(opened.slices)
+
+    def _lanes(self, chunk: Chunk, count: int, elements: int, scratch: torch.Tensor | None) -> list[_Lane]:
+        if scratch is None:
+            return [_Lane(self.borrowed, None) for _ in range(count)]
+        typed = scratch.flatten(1).view(chunk.kind.dtype)
+        starts = range(0, count * elements, elements)
+        rooms = [typed[:, first : first + elements] for first in starts] if count > 1 else [typed]
+        return [_Lane(self.borrowed, room) for room in rooms]
 
     def _update_whole(self, opened: OpenSlice) -> None:
         assert isinstance(opened, OpenNonElementwise)
