@@ -2,6 +2,7 @@
 
     python benchmarks/launch_gaps.py                                  # minutes; neither a GPU nor memory is needed
     python benchmarks/launch_gaps.py --layers 2 --placements nvme --profile
+    python benchmarks/launch_gaps.py --placements infinity-cpu --real-updates 64000000
 
 The stand-in (launch_queue.py) takes kernels and copies as long as a described machine would; what launches them is the
 runtime, with its graphs, transfers, windows and arenas, as on a GPU. Of each kernel it is known when it could have
@@ -10,6 +11,10 @@ follow each other without an optimizer's step; with `--optimizer`, that of the C
 a thread of its own, in the time that host memory takes for its bytes, and `step()` is the beginning of the next forward
 pass. What the program waits for the optimizer, for values that aren't there yet, is told apart; what the two threads
 cost each other by taking turns in Python is not modelled. Rows are medians over the steps.
+
+That is measured with `--real-updates`: another thread updates so many parameters in this machine's memory, step after
+step, as the optimizer's thread does, and the program's time is that of the clock, with all that keeps it from going on.
+Each placement is measured without that thread, too.
 """
 
 from __future__ import annotations
@@ -17,10 +22,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import os
 import pstats
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -39,6 +47,7 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.runtime.tensor.tiers import Tiers
 
+_WIDTH = 4096  # of layers whose parameters are really updated
 BUDGET = "400GiB"  # of host memory: address space, which is never touched
 
 
@@ -114,10 +123,13 @@ def one_device(hardware: Hardware) -> Hardware:
     return replace(hardware, nodes=1, ranks_per_node=1, host=host, nvme=nvme)
 
 
-def run(placement: str, args: argparse.Namespace, hardware: Hardware) -> tuple[list[list[Pass]], dict[str, float]]:
-    """The passes of each step; and by their kind, the seconds that they take as simulated."""
+def run(
+    placement: str, args: argparse.Namespace, hardware: Hardware, counter: Callable[[], float] = time.thread_time
+) -> tuple[list[list[Pass]], dict[str, float]]:
+    """The passes of each step; and by their kind, the seconds that they take as simulated. `counter` counts the
+    program's: see `Clock`."""
     options = {"placement": placement, "checksum": False, "host_memory": BUDGET, "residency": args.residency}
-    queue = LaunchQueue(hardware)
+    queue = LaunchQueue(hardware, counter)
     with tempfile.TemporaryDirectory(dir=args.store) as store, ExitStack() as device:
         tiers = Tiers.of(Config(store=store, **options))
         queue.serve(tiers.store)
@@ -173,6 +185,41 @@ def simulated(plan: Plan, hardware: Hardware) -> dict[str, float]:
     return {"forward": ends["forward"], "backward": ends["backward"] - ends["forward"]}
 
 
+class RealUpdates:
+    """A block beside which a thread updates parameters in host memory, of bf16 with split masters and 8-bit moments,
+    one step after the other.
+
+    Attributes:
+        rate: parameters per second, behind the block.
+    """
+
+    def __init__(self, count: int, store: str | None) -> None:
+        matrices = -(-count // _WIDTH**2)
+        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(matrices)]
+        model = zinf_fx.offload(torch.nn.Sequential(*layers), store=store, placement="host")
+        self._optimizer = zinf_fx.optim.AdamW(model.parameters(), state_dtype="8bit", master_dtype="split")
+        self._count = matrices * _WIDTH**2
+        torch.compile(model, backend="zinf")(torch.ones(1, _WIDTH, dtype=torch.bfloat16)).sum().backward()
+        self._ends, self._steps, self.rate = threading.Event(), 0, 0.0
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self) -> None:
+        torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))  # the thread that launches has a processor
+        while not self._ends.is_set():
+            self._optimizer.step()
+            self._optimizer.finish()
+            self._steps += 1
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        self.rate = self._steps * self._count / (time.perf_counter() - self._began)
+
+
 class Measuring:
     """A block that is a pass, noted in a list."""
 
@@ -206,21 +253,36 @@ def main() -> None:
     options.add_argument(
         "--optimizer", choices=("after-backward", "in-backward"), help="when the CPU updates (default: never)"
     )
+    options.add_argument(
+        "--real-updates", type=int, metavar="N", help="have a thread update so many parameters in memory meanwhile"
+    )
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--warm", type=int, default=2, help="steps before them")
     options.add_argument("--store", help="a directory for the stand-in's empty files")
     options.add_argument("--residency", action="store_true", help="keep in memory what there is room for")
     options.add_argument("--profile", action="store_true", help="print where Python's time goes")
     args = options.parse_args()
-    check(options, args, "layers", "batch", "sequence", "steps")
+    check(options, args, "layers", "batch", "sequence", "steps", *(["real_updates"] if args.real_updates else []))
+    if args.real_updates and args.optimizer:
+        options.error("--real-updates are measured in this machine's time, and --optimizer is modelled: give one")
     hardware = one_device(load(args.hardware))
     if args.launch is not None:
         hardware = replace(hardware, launch=args.launch)
     rows = []
+    rates = []
     for placement in args.placements:
-        steps, predicted = run(placement, args, hardware)
+        counter = time.perf_counter if args.real_updates else time.thread_time
+        steps, predicted = run(placement, args, hardware, counter)
         rows += [row(placement, several, predicted[several[0].kind]) for several in zip(*steps, strict=True)]
+        if args.real_updates:
+            with (updates := RealUpdates(args.real_updates, args.store)):
+                steps, predicted = run(placement, args, hardware, counter)
+            name = f"{placement}, beside updates"
+            rows += [row(name, several, predicted[several[0].kind]) for several in zip(*steps, strict=True)]
+            rates.append(updates.rate)
     print(f"batch {args.batch} x {args.sequence}, {args.layers} layers, one device of {hardware.name}")
+    if rates:
+        print(f"beside updates of {median(rates) / 1e6:.0f} million parameters per second")
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
 
 

@@ -220,9 +220,10 @@ class LaunchQueue(TorchDispatchMode):
         copies: those of the other streams.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, counter: Callable[[], float] = time.thread_time) -> None:
+        """`counter` counts the program's seconds: see `Clock`."""
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(counter)
         self.launches: list[Launch] = []
         self.copies: list[Launch] = []
         self.streams = Streams(self.clock)
@@ -293,8 +294,8 @@ class LaunchQueue(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        began = time.thread_time()
-        result = self._called(func, args, kwargs or {}, self.clock.at(began) - self._entry)
+        began, now = time.thread_time(), self.clock.now() - self._entry
+        result = self._called(func, args, kwargs or {}, now)
         self.clock.spend(began - time.thread_time() - self._entry)
         return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -20,18 +20,17 @@ class Clock:
         waits: from when until when it did, and what for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counter: Callable[[], float] = time.thread_time) -> None:
+        """`counter` counts the seconds of a thread: those of its processor, or `time.perf_counter`, which also counts
+        those for which another thread keeps it from going on."""
+        self._counter = counter
         self.launching = get_ident()
-        self._ahead = {self.launching: -time.thread_time()}  # of the processor time
+        self._ahead = {self.launching: -counter()}  # of what is counted
         self.waited: dict[str, float] = {}
         self.waits: list[tuple[str, float, float]] = []
 
     def now(self) -> float:
-        return self.at(time.thread_time())
-
-    def at(self, processor: float) -> float:
-        """The time at which the thread had so many seconds of processor time."""
-        return processor + self._ahead[get_ident()]
+        return self._counter() + self._ahead[get_ident()]
 
     def of_launching(self) -> float:
         """The time of the thread that launches, for another."""
@@ -40,7 +39,7 @@ class Clock:
 
     def begin(self, now: float) -> None:
         """Give this thread a clock."""
-        self._ahead[get_ident()] = now - time.thread_time()
+        self._ahead[get_ident()] = now - self._counter()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

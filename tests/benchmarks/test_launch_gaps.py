@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_an_optimizer_in_host_memory(tmp_path: Path):
     update = hardware.host.seconds(16 * parameters, 14 * parameters)
     assert 0.9 * update < forward.waited["the optimizer"] < 4 * update
     assert not backward.waited.get("the optimizer")
+
+
+@pytest.mark.slow
+def test_real_updates_go_on_beside_the_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch_gaps, "_WIDTH", 64)
+    with (updates := launch_gaps.RealUpdates(64 * 64 + 1, str(tmp_path))):
+        hardware = launch_gaps.one_device(load("dgx-h100"))
+        ((forward, backward),), _ = launch_gaps.run(
+            "infinity-cpu", options(store=tmp_path), hardware, time.perf_counter
+        )
+    assert forward.launches and backward.launches
+    assert forward.program > 0 and updates.rate > 0
 
 
 def test_a_step_that_reads_from_a_disk(tmp_path: Path):
