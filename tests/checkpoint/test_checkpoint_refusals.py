@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import Job, assert_equal
+from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
@@ -164,17 +166,17 @@ def test_a_damaged_checkpoint_is_replaced(job: Job, tmp_path: Path, offset: int)
     assert len(list((tmp_path / "saved").glob("data-*"))) == 1
 
 
-def other(**how: Any) -> Callable[[Path], Job]:
-    return lambda store: Job(store, seed=2, **how)
+def other(**how: Any) -> Callable[[None], Job]:
+    return partial(Job, seed=2, **how)
 
 
-def with_wider_head(store: Path) -> Job:
+def with_wider_head(store: None) -> Job:
     job = Job(store, seed=2)
     job.model.last.weight.data = torch.zeros(7, 48, dtype=torch.bfloat16)
     return job
 
 
-def with_other_names(store: Path) -> Job:
+def with_other_names(store: None) -> Job:
     job = Job(store, seed=2)
     job.model.last, job.model.head = nn.Identity(), job.model.last
     return job
@@ -186,35 +188,49 @@ def untied(store: Path) -> Job:
     return job
 
 
-def in_two_groups(store: Path) -> Job:
+def in_two_groups(store: None) -> Job:
     job = Job(store, seed=2)
     first, *others = job.model.parameters()
     job.adam = zinf_fx.optim.AdamW([{"params": [first]}, {"params": others}])
     return job
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (other(dtype=torch.float32), r"'model/first.weight' has dtype torch.float32, and torch.bfloat16 in the check"),
-        (with_wider_head, r"'model/last.weight' has shape \(7, 48\), and \(131, 48\) in the checkpoint"),
-        (
-            with_other_names,
-            r"'model/head.weight' is not in the checkpoint.*'model/last.weight' is in the checkpoint alone",
-        ),
-        (
-            other(optimizer=zinf_fx.optim.Adam),
-            "optimizer is a zinf_fx.optim.Adam, and zinf_fx.optim.AdamW in the check",
-        ),
-        (in_two_groups, "optimizer has 2 groups, and 1 in the checkpoint"),
-    ],
-)
-def test_what_does_not_fit(job: Job, tmp_path: Path, make: Callable[[Path], Job], says: str):
-    second = make(tmp_path / "second")
-    expected = second.values()
+# What loads another job's checkpoint, and what it is told.
+UNFIT = {
+    "dtype": (
+        other(dtype=torch.float32),
+        r"'model/first.weight' has dtype torch.float32, and torch.bfloat16 in the checkpoint",
+    ),
+    "shape": (with_wider_head, r"'model/last.weight' has shape \(7, 48\), and \(131, 48\) in the checkpoint"),
+    "names": (
+        with_other_names,
+        r"'model/head.weight' is not in the checkpoint; 'model/head.bias' is not in the checkpoint; "
+        r".*'model/last.weight' is in the checkpoint alone",
+    ),
+    "optimizer": (
+        other(optimizer=zinf_fx.optim.Adam),
+        "optimizer is a zinf_fx.optim.Adam, and zinf_fx.optim.AdamW in the checkpoint",
+    ),
+    "groups": (in_two_groups, "optimizer has 2 groups, and 1 in the checkpoint"),
+}
+
+
+def load_unfit(rank: int, directory: Path, name: str) -> None:
+    """Load a checkpoint into a job that it doesn't fit."""
+    job = Job(None, seed=1)
+    job.train(3)
+    job.save(directory)
+    make, says = UNFIT[name]
+    unfit = make(None)
+    expected = unfit.values()
     with pytest.raises(CheckpointError, match=f"{says}.*nothing was changed"):
-        second.load(tmp_path / "saved")
-    assert_equal(second.values(), expected)
+        unfit.load(directory)
+    assert_equal(unfit.values(), expected)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in UNFIT), (2, "names")])
+def test_what_does_not_fit(tmp_path: Path, ranks: int, name: str):
+    on_ranks(ranks, load_unfit, tmp_path, name)
 
 
 def test_an_untied_model_gets_both_and_a_tied_one_is_refused(job: Job, tmp_path: Path):

@@ -1,44 +1,54 @@
-"""What was interrupted and resumed equals what was not, bit for bit."""
+"""What was interrupted and resumed equals what was not, bit for bit; on one rank, on several, and on other numbers of
+ranks than saved it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gate import slow
+from gate import named, slow
 from jobs import Job, assert_equal, value_of
+from ranks.launching import on_ranks
 from safetensors.torch import load_file
 
 import zinf_fx
+from zinf_fx.optim.formats import join
 from zinf_fx.runtime.memory.host import aligned_empty
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def resumed_equals_uninterrupted(folder: Path, at: int, until: int, **how: Any) -> None:
+def resume(rank: int, directory: Path, at: int, until: int, how: dict[str, Any]) -> None:
     """Train, save after `at` micro-batches and go on; load into another training, and do the same."""
-    first = Job(folder / "a", seed=1, **how)
+    first = Job(None, seed=1, **how)
     first.train(at)
-    first.save(folder / "checkpoint")
+    first.save(directory)
     at_save = first.values()
     losses = first.train(until)
 
-    second = Job(folder / "b", seed=2, **how)
-    second.load(folder / "checkpoint")
+    second = Job(None, seed=2 + rank, **how)
+    second.load(directory)
     assert_equal(second.values(), at_save)
     assert second.train(until) == losses
     assert_equal(second.values(), first.values())
 
 
 @pytest.mark.parametrize(
-    ("placement", "at"),
-    [("device", 4), ("host", 4), ("nvme", 5), *(slow(*each) for each in (("device", 5), ("host", 5), ("nvme", 4)))],
+    ("ranks", "placement", "at"),
+    [
+        (1, "device", 4),
+        (1, "host", 4),
+        (1, "nvme", 5),
+        *(slow(1, *case) for case in (("device", 5), ("host", 5), ("nvme", 4))),
+        *(slow(2, *case) for case in (("infinity-nvme", 4), ("zero-2", 5))),
+    ],
 )
-def test_in_any_placement(tmp_path: Path, placement: str, at: int):
+def test_in_any_placement(tmp_path: Path, ranks: int, placement: str, at: int):
     """Between two steps, after 4 passes, and while gradients are accumulated, after 5."""
-    resumed_equals_uninterrupted(tmp_path, at, 9, placement=placement, compiled=at == 5)
+    on_ranks(ranks, resume, tmp_path, at, 9, {"placement": placement, "compiled": at == 5})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_in_any_placement(tmp_path: Path, placement: str, at: int):
 )
 def test_with_any_options(tmp_path: Path, how: dict[str, Any]):
     at = 4 if how.get("options", {}).get("step_in_backward") else 5
-    resumed_equals_uninterrupted(tmp_path, at, 7, **how)
+    on_ranks(1, resume, tmp_path, at, 7, how)
 
 
 FORMS = {"split": {"master_dtype": "split"}, "whole": {}, "few": {"state_dtype": "8bit", "master_dtype": "split"}}
@@ -94,7 +104,7 @@ def test_states_of_another_form(tmp_path: Path, saved: str, loaded: str):
 
 
 def test_before_the_first_step(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, 0, 3)
+    on_ranks(1, resume, tmp_path, 0, 3, {})
 
 
 def test_into_a_training_that_goes_on(tmp_path: Path):
@@ -107,16 +117,79 @@ def test_into_a_training_that_goes_on(tmp_path: Path):
     assert_equal(job.values(), values)
 
 
-def test_into_another_placement(tmp_path: Path):
-    first = Job(tmp_path / "a", seed=1, placement="nvme", fields={"chunk": "64KiB"})
-    first.train(5)
-    first.save(tmp_path / "checkpoint")
-    losses = first.train(9)
-    for number, placement in enumerate(("device", "host")):
-        second = Job(tmp_path / str(number), seed=2, placement=placement)
-        second.load(tmp_path / "checkpoint")
-        assert second.train(9) == losses
-        assert_equal(second.values(), first.values())
+@dataclass(frozen=True)
+class State:
+    """What a job has, and the losses that led there."""
+
+    rates: list[float]
+    values: dict[str, torch.Tensor]
+    losses: list[float]
+
+
+def state(job: Job, losses: list[float]) -> State:
+    """Masters that are split are joined."""
+    values = job.values()
+    for index, parameter in enumerate(job.adam.param_groups[0]["params"]):
+        if (up := values.pop(f"state.{index}.master_up", None)) is not None:
+            lower = values[f"state.{index}.master"].view(-1).view(torch.int16)
+            masters = join(value_of(parameter).view(-1), lower, up.view(-1), torch.empty(parameter.numel()))
+            values[f"state.{index}.master"] = masters.view(parameter.shape)
+    return State(job.schedule.get_last_lr(), values, losses)
+
+
+def take_up(rank: int, number: int, folder: Path, how: dict[str, Any]) -> tuple[State, State, State]:
+    """Load the checkpoint before the one with this number, unless this is the first, train, save, and train on. Returns
+    the states after loading, saving, and training on."""
+    # Ranks of tensor parallelism begin with the same parameters that are not divided, and drop the same.
+    job = Job(None, seed=5 + number * rank, scales=False, **how)
+    if number:
+        job.load(folder / str(number - 1))
+    else:
+        torch.manual_seed(0)
+    loaded = state(job, [])
+    losses = job.train(4 * number + 5)  # the last micro-batch leaves gradients
+    job.save(folder / str(number))
+    return loaded, state(job, losses), state(job, job.train(4 * number + 9))
+
+
+HOST, TILED = {"placement": "host"}, {"placement": "infinity-nvme", "fields": {"tile": "4KiB"}}
+PARALLEL = {"placement": "infinity-cpu", "tensor_parallel": True}
+FEW = {"state_dtype": "8bit"}
+FEW_SPLIT = FEW | {"master_dtype": "split"}
+CHAINS = {
+    "one rank": [(1, {"placement": "nvme", "fields": {"chunk": "64KiB"}}), (1, {"placement": "device"}), (1, HOST)],
+    "two ranks and one": [(2, TILED), (1, HOST)],
+    "three ranks and tensor parallelism": [(2, TILED), (3, {"placement": "zero-2"}), (1, HOST), (2, PARALLEL)],
+    "codes of eight bits, and masters that are split or not": [
+        (2, {"placement": "infinity-nvme", "options": FEW_SPLIT}),
+        (1, HOST | {"options": FEW}),
+        (3, {"placement": "infinity-cpu", "options": FEW_SPLIT}),
+    ],
+    "all placements": [
+        (2, PARALLEL | {"placement": "infinity-nvme"}),
+        (4, PARALLEL | {"placement": "infinity-nvme"}),
+        *((4, {"placement": preset}) for preset in ("dp", "zero-1", "zero-3", "zero-offload")),
+        (3, {"placement": "infinity-cpu", "fields": {"partition": "owner"}}),
+        (2, {"placement": "infinity-nvme", "fields": {"pack": "auto"}}),
+        (1, {"placement": "nvme"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", named(CHAINS, {"one rank", "two ranks and one"}))
+def test_into_other_placements_and_numbers_of_ranks(tmp_path: Path, name: str):
+    """On one rank, the training goes on bit for bit; on several, other placements may add in another order."""
+    before = []
+    for number, (size, how) in enumerate(CHAINS[name]):
+        states = on_ranks(size, take_up, number, tmp_path, how)
+        for rank, (loaded, trained, _) in enumerate(states if number else []):
+            _, saved, went_on = before[min(rank, len(before) - 1)]
+            assert loaded.rates == saved.rates
+            assert_equal(loaded.values, saved.values)
+            if size == len(before) == 1:
+                assert (trained.rates, trained.losses) == (went_on.rates, went_on.losses)
+                assert_equal(trained.values, went_on.values)
+        before = states
 
 
 def test_a_plain_training(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What some ranks saved, any number of ranks load, in any placement, and with tensor parallelism or without."""
+"""What ranks do together to save and load a checkpoint: each its part, and all or none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from breaking_files import Failing, Timed
-from gate import slow
-from ranks import tensor_parallel as tp
+from jobs import Job
 from ranks.launching import on_ranks
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import zinf_fx
 from zinf_fx.checkpoint.entries import state_entries
@@ -27,127 +25,7 @@ from zinf_fx.checkpoint.files import FILES
 from zinf_fx.checkpoint.save import save
 from zinf_fx.cli import main
 from zinf_fx.errors import CheckpointError, OptimizerError, StoreError
-from zinf_fx.optim.formats import join
 from zinf_fx.runtime.gradients.state import GradientState
-
-Values = dict[str, tuple[str, bytes]]
-"""The dtype and the bytes of tensors."""
-
-
-class Job:
-    """A training of a GPT with masters, by all ranks that there are."""
-
-    def __init__(
-        self,
-        placement: str,
-        tensor_parallel: bool = False,
-        state_dtype: str | None = None,
-        master_dtype: str | None = None,
-        **fields: Any,
-    ) -> None:
-        torch.manual_seed(int(fields.pop("seed", 0)))
-        self.model = tp.GPT(tied=True).bfloat16()
-        self.model.register_buffer("count", torch.zeros(3))
-        if tensor_parallel:
-            mesh = tp.mesh_of(1, dist.get_world_size())
-            self.model = tp.parallel(self.model, mesh["tp"])
-        zinf_fx.offload(self.model, placement=placement, **fields)
-        options = {"state_dtype": state_dtype, "master_dtype": master_dtype}
-        self.adam = zinf_fx.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.9)
-
-    def train(self, steps: int) -> None:
-        for (micro,) in tp.batches(steps, 4, 1):
-            self.model(*micro[0]).backward()
-            self.model.count += 1
-            self.adam.step()
-            self.schedule.step()
-            self.adam.zero_grad()
-
-    def save(self, directory: Path, **extra: Any) -> None:
-        zinf_fx.save_checkpoint(directory, self.model, self.adam, schedule=self.schedule, **extra)
-
-    def load(self, directory: Path, **extra: Any) -> dict[str, Any]:
-        return zinf_fx.load_checkpoint(directory, self.model, self.adam, schedule=self.schedule, **extra)
-
-    def values(self) -> Values:
-        """Whole tensors of the model, its gradients and its optimizer, and the schedule."""
-        found = dict(self.model.state_dict())
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        found |= {f"{name}.grad": p.grad for p, name in names.items() if p.grad is not None}
-        for parameter, entry in self.adam.state.items():
-            found |= {f"{names[parameter]}.{name}": value for name, value in entry.items()}
-        whole: Values = {}
-        for name, tensor in found.items():
-            with zinf_fx.gathered(tensor) as value:
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                octets = value.detach().contiguous().view(-1).view(torch.uint8)
-                whole[name] = str(value.dtype), octets.numpy().tobytes()
-        return _joined(whole) | {"lr": ("", str(self.schedule.get_last_lr()).encode())}
-
-
-def _joined(values: Values) -> Values:
-    """The same, with masters of fp32 in the place of those that are split."""
-    ups = {name: name.removesuffix(".master_up") for name in values if name.endswith(".master_up")}
-    found = {name: value for name, value in values.items() if name not in ups}
-    for up, parameter in ups.items():
-        lower = f"{parameter}.master"
-        octets = [torch.frombuffer(bytearray(values[one][1]), dtype=torch.uint8) for one in (parameter, lower, up)]
-        weights, kept = octets[0].view(torch.bfloat16), octets[1].view(torch.int16)
-        masters = join(weights, kept, octets[2], torch.empty(weights.numel()))
-        found[lower] = "torch.float32", masters.view(torch.uint8).numpy().tobytes()
-    return found
-
-
-def took_up(rank: int, source: Path | None, target: Path, how: dict[str, Any]) -> tuple[Values, Values]:
-    """Load a checkpoint, if there is one, train, and save another. Returns the values after loading and saving."""
-    job = Job(**how, seed=rank + 5)
-    if source is not None:
-        job.load(source)
-    before = job.values()
-    job.train(2)
-    for (micro,) in tp.batches(1, 4, 1):
-        job.model(*micro[1]).backward()  # accumulated, and not consumed yet
-    job.save(target)
-    return before, job.values()
-
-
-def chain(tmp_path: Path, links: list[tuple[int, dict[str, Any]]]) -> None:
-    source, expected = None, None
-    for number, (size, how) in enumerate(links):
-        target = tmp_path / str(number)
-        for before, after in on_ranks(size, took_up, source, target, how):
-            if expected is not None:
-                assert before.keys() == expected.keys()
-                assert [name for name, one in before.items() if one != expected[name]] == []
-            found = after
-        source, expected = target, found
-
-
-TILED = {"placement": "infinity-nvme", "tile": "4KiB"}
-
-
-PARALLEL = {"placement": "infinity-cpu", "tensor_parallel": True}
-
-
-@pytest.mark.parametrize(
-    "links",
-    [
-        [(2, TILED), (1, {"placement": "host"})],
-        slow([(2, TILED), (3, {"placement": "zero-2"}), (1, {"placement": "host"}), (2, PARALLEL)]),
-    ],
-    ids=len,
-)
-def test_some_ranks_resume_what_others_saved(tmp_path: Path, links: list):
-    chain(tmp_path, links)
-
-
-@pytest.mark.slow
-def test_codes_of_eight_bits_are_the_same_on_any_ranks(tmp_path: Path):
-    """And masters have every bit, split or not."""
-    links = [(2, "infinity-nvme", "split"), (1, "host", None), (3, "infinity-cpu", "split")]
-    options = {"state_dtype": "8bit"}
-    chain(tmp_path, [(size, {"placement": tier, "master_dtype": form, **options}) for size, tier, form in links])
 
 
 def codes_in_tiles(rank: int) -> str:
@@ -160,15 +38,6 @@ def codes_in_tiles(rank: int) -> str:
 def test_codes_in_tiles_over_ranks_are_refused():
     for text in on_ranks(2, codes_in_tiles):
         assert "no whole pages of the store; use tile=None or state_dtype=torch.bfloat16" in text
-
-
-@pytest.mark.slow
-def test_all_placements(tmp_path: Path):
-    parallel = {"placement": "infinity-nvme", "tensor_parallel": True}
-    ends = [(4, {"placement": preset}) for preset in ("dp", "zero-1", "zero-3", "zero-offload")]
-    owners = {"placement": "infinity-cpu", "partition": "owner"}
-    packs = {"placement": "infinity-nvme", "pack": "auto"}
-    chain(tmp_path, [(2, parallel), (4, parallel), *ends, (3, owners), (2, packs), (1, {"placement": "nvme"})])
 
 
 def shares(rank: int, directory: Path) -> tuple[int, list[int]]:
@@ -186,7 +55,7 @@ def test_each_rank_writes_its_share(tmp_path: Path):
 
 def of_each_rank(rank: int, directory: Path) -> dict[str, Any]:
     """Plain values and tensors that differ between ranks, and random states."""
-    job, generator = Job("infinity-cpu"), torch.Generator().manual_seed(rank)
+    job, generator = Job(None, rank, "infinity-cpu"), torch.Generator().manual_seed(rank)
     sampler = Sampler(torch.arange(5000) + rank)
     torch.manual_seed(rank)
     job.save(directory, sampler=sampler, generator=generator, number=rank, text="same")
@@ -220,7 +89,7 @@ def test_what_differs_between_ranks_comes_back_to_each(tmp_path: Path):
 
 
 def refusal(rank: int, directory: Path) -> str:
-    job = Job("infinity-cpu")
+    job = Job(None, rank, "infinity-cpu")
     try:
         job.load(directory, sampler=Sampler(torch.zeros(1)))
     except CheckpointError as error:
@@ -238,22 +107,22 @@ def test_of_another_number_of_ranks_nobody_knows_which_has_what(tmp_path: Path):
 
 def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:
     """Gradients of each rank alone."""
-    job = Job("infinity-nvme")
+    job = Job(None, rank, "infinity-nvme")
     if load:
         try:
             job.load(directory)
         except CheckpointError as error:
             return str(error)
-    ((micro,),) = tp.batches(1, 4, 1)
+    trained = [p for p in job.model.parameters() if p.requires_grad]
     with zinf_fx.no_sync():
-        job.model(*micro[rank]).backward()
+        job.loss(rank).backward()
     job.save(directory)
-    expected = [p.grad.full_tensor() for p in job.model.parameters()]
+    expected = [p.grad.full_tensor() for p in trained]
     job.adam.zero_grad()
     job.load(directory)
-    same = all(map(torch.equal, [p.grad.full_tensor() for p in job.model.parameters()], expected))
-    job.model(*micro[rank]).backward()
-    return same and not any(p.grad.stored.gradient_state is GradientState.LOCAL for p in job.model.parameters())
+    same = all(map(torch.equal, [p.grad.full_tensor() for p in trained], expected))
+    job.loss(rank).backward()
+    return same and not any(p.grad.stored.gradient_state is GradientState.LOCAL for p in trained)
 
 
 def test_gradients_that_each_rank_has_alone(tmp_path: Path):
@@ -264,7 +133,7 @@ def test_gradients_that_each_rank_has_alone(tmp_path: Path):
 
 def failing(rank: int, folder: Path) -> list[str]:
     """One rank fails, in three ways; each time both are told, and the checkpoint before stays."""
-    job = Job("infinity-cpu")
+    job = Job(None, rank, "infinity-cpu")
     return [_failing(rank, job, folder / how, how) for how in ("full", "value", "torn")]
 
 
@@ -276,7 +145,7 @@ def _failing(rank: int, job: Job, directory: Path, how: str) -> str:
         extra["value"] = object()
     if rank == 1 and how == "torn":
         job.adam.torn = "torn here"
-    parts = state_entries(job.model, job.adam, {"schedule": job.schedule, **extra})
+    parts = state_entries(job.model, job.adam, {**job.extra, "done": job.done, **extra})
     full = Failing(1, OSError(errno.ENOSPC, "No space left"), ("rename",)) if how == "full" else FILES
     try:
         save(directory, parts, full)
@@ -300,11 +169,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_rank_s_files(tmp_path
 
 def timed(rank: int, folder: Path) -> list[tuple[float, str, list[str]]]:
     """What each rank does to files for the second of two checkpoints, and when."""
-    job, files = Job("nvme", store=folder / "store"), Timed()
-    job.train(1)
+    job, files = Job(folder / "store", rank), Timed()
+    job.train(2)
     job.save(folder / "saved")
-    job.train(1)
-    save(folder / "saved", state_entries(job.model, job.adam, {"schedule": job.schedule}), files)
+    job.train(4)
+    save(folder / "saved", state_entries(job.model, job.adam, job.extra), files)
     return files.begun
 
 
@@ -325,10 +194,10 @@ def test_a_power_failure_can_not_take_what_any_rank_wrote_from_a_checkpoint(tmp_
 
 def loading_fails(rank: int, directory: Path) -> list[str]:
     """One rank alone loads another checkpoint, or can't load."""
-    job = Job("infinity-cpu")
+    job = Job(None, rank, "infinity-cpu")
     for number in range(2):
         job.save(directory / str(number) / "saved")
-        job.train(1)
+        job.train(2 * number + 2)
     job.adam.finish()
     return [_loading_fails(rank, job, directory, how) for how in ("other", "step")]
 
@@ -358,8 +227,8 @@ def test_ranks_do_not_load_different_checkpoints_nor_behind_a_step_that_fails_on
 
 def damaged_and_refused(rank: int, directory: Path) -> tuple[str, str]:
     """The bytes that one rank reads of the newest checkpoint are damaged, and what another one loads refuses them."""
-    job, sampler = Job("infinity-cpu"), Sampler(torch.zeros(1))
-    parts = {"schedule": job.schedule, "sampler": sampler}
+    job, sampler = Job(None, rank, "infinity-cpu"), Sampler(torch.zeros(1))
+    parts = job.extra | {"sampler": sampler}
     manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=1, **parts)
     for step in (1, 2):
         manager.after_step(step)
@@ -387,26 +256,9 @@ def test_all_ranks_resume_from_the_checkpoint_before_or_none(tmp_path: Path):
     assert second[1].startswith("CheckpointError: loading") and "rank 0 of 2: UnfitValueError: " in second[1]
 
 
-def with_another_name(rank: int, directory: Path) -> str:
-    Job("infinity-cpu").save(directory)
-    model = nn.Linear(3, 4)
-    zinf_fx.offload(model, placement="infinity-cpu")
-    try:
-        zinf_fx.load_checkpoint(directory, model, schedule=None)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_a_model_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path):
-    for text in on_ranks(2, with_another_name, tmp_path):
-        assert "'model/weight' is not in the checkpoint; 'model/bias' is not in the checkpoint" in text
-        assert "'model/tokens.weight' is in the checkpoint alone" in text
-
-
 def with_a_part_of_its_own(rank: int, directory: Path) -> dict[str, torch.Tensor]:
     """The first rank alone saves a model besides, and converts it."""
-    job = Job("infinity-cpu")
+    job = Job(None, rank, "infinity-cpu")
     teacher = {"teacher": nn.Linear(4, 4)} if rank == 0 else {}
     zinf_fx.save_checkpoint(directory / "saved", job.model, job.adam, **teacher)
     if not teacher:
@@ -425,13 +277,13 @@ def test_a_part_that_one_rank_alone_has_is_converted(tmp_path: Path):
 
 def managed(rank: int, directory: Path) -> list[object]:
     """One rank is told to end: all save, and end."""
-    job = Job("infinity-cpu")
-    manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=2, keep=1, schedule=job.schedule)
+    job = Job(None, rank, "infinity-cpu")
+    manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=2, keep=1, **job.extra)
     found: list[object] = [manager.resume()]
     with manager:
         try:
             for step in range(1, 9):
-                job.train(1)
+                job.train(2 * step)
                 if rank == 1 and step == 5:
                     signal.raise_signal(signal.SIGTERM)
                 found.append(manager.after_step(step) is not None)

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zinf_fx
 
@@ -36,9 +40,10 @@ class Net(nn.Module):
 
 @dataclass
 class Job:
-    """A training. `seed`: of the initial values; what is loaded makes it not matter."""
+    """A training, by all ranks that there are, over the same data. `seed`: of the initial values; what is loaded makes
+    it not matter."""
 
-    store: Path
+    store: Path | None
     seed: int
     placement: Any = "nvme"
     dtype: torch.dtype = torch.bfloat16
@@ -47,11 +52,15 @@ class Job:
     fields: dict[str, Any] = field(default_factory=dict)
     scales: bool = True
     compiled: bool = False
+    tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
-        self.store.mkdir(exist_ok=True)
+        if self.store is not None:
+            self.store.mkdir(exist_ok=True)
         torch.manual_seed(self.seed)
         self.model = Net().to(self.dtype)
+        if self.tensor_parallel:
+            divide(self.model)
         zinf_fx.offload(self.model, store=self.store, placement=self.placement, **self.fields)
         self.adam = self.optimizer(self.model.parameters(), lr=0.01, **self.options)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.adam, [1, 2, 4], gamma=0.5)
@@ -63,19 +72,26 @@ class Job:
     def extra(self) -> dict[str, Any]:
         return {"schedule": self.schedule, "scaler": self.scaler}
 
-    def save(self, directory: Path) -> None:
-        zinf_fx.save_checkpoint(directory, self.model, self.adam, **self.extra, done=self.done)
+    def save(self, directory: Path, **more: Any) -> None:
+        zinf_fx.save_checkpoint(directory, self.model, self.adam, **self.extra, done=self.done, **more)
 
-    def load(self, directory: Path) -> None:
-        self.done = zinf_fx.load_checkpoint(directory, self.model, self.adam, **self.extra)["done"]
+    def load(self, directory: Path, **more: Any) -> dict[str, Any]:
+        """Load all that `save` saved. Returns the plain values among `more`."""
+        values = zinf_fx.load_checkpoint(directory, self.model, self.adam, **self.extra, **more)
+        self.done = values.pop("done")
+        return values
+
+    def loss(self, number: int) -> Tensor:
+        """The loss of a micro-batch."""
+        data = torch.Generator().manual_seed(number)
+        return self.call(torch.randn(8, 48, generator=data).to(self.dtype))
 
     def train(self, until: int) -> list[float]:
         """Micro-batches up to number `until`; every second one is followed by a step. Returns the losses."""
         losses = []
         micro_batches = 1 if self.options.get("step_in_backward") else MICRO_BATCHES
         while self.done < until:
-            data = torch.Generator().manual_seed(self.done)
-            loss = self.call(torch.randn(8, 48, generator=data).to(self.dtype))
+            loss = self.loss(self.done)
             self.scaler.scale(loss).backward()
             self.done += 1
             losses.append(loss.item())
@@ -95,7 +111,18 @@ class Job:
         return {name: value_of(tensor) for name, tensor in found.items()}
 
 
+def divide(model: Net) -> None:
+    """Tensor parallelism over all ranks, by columns and by rows."""
+    columns, rows = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"first": columns, "tied": columns, "last": rows})
+    model.tied.weight = model.first.weight  # each got one of its own
+
+
 def value_of(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        with zinf_fx.gathered(tensor) as whole:
+            return (whole.full_tensor() if isinstance(whole, DTensor) else whole).detach().clone()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
