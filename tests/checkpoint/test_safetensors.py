@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
@@ -74,18 +75,54 @@ def once(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if name != "head.weight"}
 
 
-@pytest.mark.parametrize("limit", ["5GB", 3000, 1])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_exported_models_are_what_the_library_reads(placement: str, limit: object, tmp_path: Path, stored: Callable):
-    model = stored(placement=placement)
-    zinf_fx.export_safetensors(model, tmp_path / "out", max_shard_size=limit)
-    assert_equal(read(tmp_path / "out"), once(net()))
-    sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
-    assert len(sizes) == {"5GB": 1, 3000: 5, 1: len(once(net()))}[limit]
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        *(file.name for file in (tmp_path / "out").glob("*.safetensors")),
-        *(["model.safetensors.index.json"] if len(sizes) > 1 else []),
-    }
+def step(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.layers[0](torch.ones(2, 24)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain_optimizer(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.layers.parameters(), lr=1e-2, fused=True)
+
+
+def stored_optimizer(model: Net) -> torch.optim.Optimizer:
+    return zinf_fx.optim.AdamW(model.layers.parameters(), lr=1e-2)
+
+
+def export_and_load(rank: int, folder: Path, placements: list[str], limit: object) -> None:
+    """Export a model that was trained, and load it into another."""
+    for placement in placements:
+        model, other = (zinf_fx.offload(net(seed), placement=placement, collective_timeout=20) for seed in (0, 1))
+        step(model, stored_optimizer(model))
+        zinf_fx.export_safetensors(model, folder / placement, max_shard_size=limit)
+        zinf_fx.load_safetensors(other, folder / placement)
+        assert_equal({name: value.full_tensor() for name, value in parameters(other)}, dict(parameters(model)))
+
+
+def parameters(model: Net) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements", "limit"),
+    [
+        *((1, [placement], limit) for placement in PLACEMENTS for limit in ("5GB", 3000, 1)),
+        (2, ["infinity-nvme", "infinity-cpu", "zero-2", "dp"], 3000),
+    ],
+    ids=str,
+)
+def test_exported_models_are_what_the_library_reads(ranks: int, placements: list[str], limit: object, tmp_path: Path):
+    on_ranks(ranks, export_and_load, tmp_path, placements, limit)
+    plain = net()
+    step(plain, plain_optimizer(plain))
+    for placement in placements:
+        assert_equal(read(tmp_path / placement), once(plain))
+        sizes = [file.stat().st_size for file in (tmp_path / placement).glob("*.safetensors")]
+        assert len(sizes) == {"5GB": 1, 3000: 5, 1: len(once(plain))}[limit]
+        assert {file.name for file in (tmp_path / placement).iterdir()} == {
+            *(file.name for file in (tmp_path / placement).glob("*.safetensors")),
+            *(["model.safetensors.index.json"] if len(sizes) > 1 else []),
+        }
 
 
 def test_the_index_counts_what_there_is(tmp_path: Path, stored: Callable):
@@ -265,21 +302,13 @@ def test_what_is_no_tensor_can_not_be_exported(tmp_path: Path):
 
 def test_training_goes_on_from_what_was_loaded(tmp_path: Path, stored: Callable):
     """Masters of an optimizer that has stepped are those of the new weights."""
-
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-        for _ in range(count):
-            model.layers[0](torch.ones(2, 24)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     plain, model = net(), stored(placement="infinity-nvme")
+    optimizers = {plain: plain_optimizer(plain), model: stored_optimizer(model)}
     safetensors.torch.save_model(net(1), tmp_path / "file.safetensors")
-    for one, kind in ((plain, torch.optim.AdamW), (model, zinf_fx.optim.AdamW)):
-        optimizer = kind(one.layers.parameters(), lr=1e-2, **({"fused": True} if kind is torch.optim.AdamW else {}))
-        steps(one, optimizer, 2)
-        if one is plain:
-            one.load_state_dict(net(1).state_dict())
-        else:
-            zinf_fx.load_safetensors(one, tmp_path / "file.safetensors")
-        steps(one, optimizer, 2)
+    for number in range(4):
+        if number == 2:
+            plain.load_state_dict(net(1).state_dict())
+            zinf_fx.load_safetensors(model, tmp_path / "file.safetensors")
+        for one, optimizer in optimizers.items():
+            step(one, optimizer)
     assert_equal(plain.state_dict(), model.state_dict())
