@@ -8,18 +8,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ranks import training
 from ranks.launching import on_ranks
 
 import zinf_fx
 from zinf_fx.errors import RanksError
-from zinf_fx.runtime.rendezvous import Rendezvous
 
 SOON = 15.0
 Found = tuple[str, float, list[str]]
@@ -104,30 +101,6 @@ def random_states(rank: int) -> Found | None:
     return found
 
 
-class Counting:
-    """A store that counts what it is asked for."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store, self.asked = store, []
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        self.asked.append(name)
-        return getattr(self._store, name)
-
-
-def asked_by_the_last(rank: int) -> list[str]:
-    """What the last rank that comes to a rendezvous asks of the store."""
-    rendezvous = Rendezvous.of(dist.group.WORLD, SOON)
-    rendezvous._store = Counting(rendezvous._store)
-    rendezvous.meet("x", SOON)
-    return rendezvous._store.asked
-
-
-def test_the_last_to_come_decides_before_it_tidies_up_and_asks_nothing_more():
-    (asked,) = on_ranks(1, asked_by_the_last)
-    assert asked == ["compare_set", "add", "compare_set", *["delete_key"] * 3]
-
-
 def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "zinf_fx watchdog"]
 
@@ -141,22 +114,6 @@ def left_alone(rank: int) -> Found | None:
         assert not watchdogs()
         return None
     return first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
-
-
-def staged(rank: int, folder: str) -> bool:
-    """Whether a plain model loads what two ranks save in the background, while they change it."""
-    plain, stored = training.model(seed=1), zinf_fx.offload(training.model(), placement="zero-3")
-    saving = dcp.async_save(stored.state_dict(), checkpoint_id=folder, process_group=dist.new_group())
-    with torch.no_grad():
-        for parameter in stored.parameters():
-            parameter.zero_()
-    saving.result()
-    dcp.load(plain.state_dict(), checkpoint_id=folder)
-    return all(map(torch.equal, plain.parameters(), training.model().parameters()))
-
-
-def test_two_ranks_save_asynchronously(tmp_path: Path):
-    assert on_ranks(2, staged, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.slow

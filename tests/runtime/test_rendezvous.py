@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch.distributed as dist
 
 from zinf_fx.errors import RanksError
-from zinf_fx.runtime.rendezvous import agree_on_name
+from zinf_fx.runtime.rendezvous import Rendezvous, agree_on_name
 from zinf_fx.runtime.watchdog import Process
 
 
@@ -58,3 +58,25 @@ def test_what_others_left_is_taken_for_nobody():
     assert isinstance(error, RanksError) and "rank(s) 1 did not come within collective_timeout (0.2 s)" in str(error)
     found = attempt(store, 2)
     assert found[0] == found[1] and found[0][0] != "old" and set(found[0][1]) == {Process.of(os.getpid())}
+
+
+class Counting:
+    """A store that counts what it is asked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.asked = store, []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+def test_the_last_to_come_decides_before_it_tidies_up_and_asks_nothing_more():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        rendezvous = Rendezvous.of(dist.group.WORLD, 15.0)
+        rendezvous._store = store = Counting(rendezvous._store)
+        rendezvous.meet("x", 15.0)
+    finally:
+        dist.destroy_process_group()
+    assert store.asked == ["compare_set", "add", "compare_set", *["delete_key"] * 3]
