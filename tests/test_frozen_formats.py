@@ -1,4 +1,4 @@
-"""Adapters over a frozen base in a quantised format train as over the same values in memory."""
+"""Adapters over a frozen base in a quantised format train as over the same values in memory, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 from followed import followed_plans
 from gate import slow
+from ranks.launching import on_ranks
+from ranks.training import data_parallel
 from torch import Tensor, nn
 
 import zinf_fx
@@ -70,8 +72,9 @@ def in_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, run, optimizer, steps: int = 3) -> list[Tensor]:
-    torch.manual_seed(1)
+def trained(model: nn.Module, run, optimizer, steps: int = 3, rank: int = 0) -> list[Tensor]:
+    """The losses of a rank's steps."""
+    torch.manual_seed(1 + rank)
     losses = []
     for _ in range(steps):
         loss = run(torch.randint(16, (4, 8)))
@@ -95,22 +98,23 @@ OPTIONS = {
 # Options, formats and dtypes act apart from each other: in the gate, each format and each dtype at least once.
 FP32, BF16 = torch.float32, torch.bfloat16
 CELLS = [
-    ("nf4", "nvme", BF16, 10),
-    ("int8", "recomputed", BF16, 10),
-    slow(None, "recomputed", BF16, 10),
-    slow("nf4", "host", FP32, 3),
-    slow("nf4", "recomputed", BF16, 3),
-    ("nf4", "in a budget", FP32, 3),
-    slow("int8", "nvme", FP32, 3),
-    ("fp8", "nvme", BF16, 3),
-    *(slow("nf4", options, dtype, 10) for options in OPTIONS for dtype in (FP32, BF16)),
-    *(slow(name, "nvme", dtype, 10) for name in ("int8", "fp8", None) for dtype in (FP32, BF16)),
+    (1, "nf4", "nvme", BF16, 10),
+    (1, "int8", "recomputed", BF16, 10),
+    slow(1, None, "recomputed", BF16, 10),
+    slow(1, "nf4", "host", FP32, 3),
+    slow(1, "nf4", "recomputed", BF16, 3),
+    (1, "nf4", "in a budget", FP32, 3),
+    slow(1, "int8", "nvme", FP32, 3),
+    (1, "fp8", "nvme", BF16, 3),
+    *(slow(1, "nf4", options, dtype, 10) for options in OPTIONS for dtype in (FP32, BF16)),
+    *(slow(1, name, "nvme", dtype, 10) for name in ("int8", "fp8", None) for dtype in (FP32, BF16)),
+    *(slow(2, name, options, FP32, 10) for name, options in (("nf4", "recomputed"), ("int8", "nvme"), (None, "nvme"))),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "dtype", "steps"), CELLS)
-def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path: Path, name, options, dtype, steps):
-    model = zinf_fx.offload(built(dtype), store=tmp_path, frozen_dtype=name, **OPTIONS[options])
+def train_over_base(rank: int, name: str | None, options: str, dtype: torch.dtype, steps: int) -> None:
+    """Train over a base and over its values in memory, where several ranks have DistributedDataParallel."""
+    model = zinf_fx.offload(built(dtype), frozen_dtype=name, **OPTIONS[options])
     base = base_of(model)
     assert len(base) == 4 and {tensor.quantised and tensor.quantised.format for tensor in base.values()} == {name}
     assert model.table.weight.quantised is None and model.table.weight.dtype == dtype
@@ -123,12 +127,17 @@ def test_training_over_a_quantised_base_equals_training_over_its_values(tmp_path
         theirs = zinf_fx.optim.AdamW(
             [p for p in zinf_fx.offload(plain, placement="device").parameters() if p.requires_grad], lr=0.05
         )
-    losses = trained(model, torch.compile(model, backend="zinf"), mine, steps)
-    expected = trained(plain, torch.compile(plain, backend="aot_eager"), theirs, steps)
+    losses = trained(model, torch.compile(model, backend="zinf"), mine, steps, rank)
+    expected = trained(plain, torch.compile(data_parallel(plain), backend="aot_eager"), theirs, steps, rank)
     assert all(map(torch.equal, losses, expected)) and losses[0] != losses[-1]
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own.full_tensor(), other.full_tensor() if isinstance(other, StoredTensor) else other)
     assert all(torch.equal(before[n], tensor.full_tensor()) for n, tensor in base.items())
+
+
+@pytest.mark.parametrize(("ranks", "name", "options", "dtype", "steps"), CELLS)
+def test_training_over_a_quantised_base_equals_training_over_its_values(ranks: int, name, options, dtype, steps):
+    on_ranks(ranks, train_over_base, name, options, dtype, steps)
 
 
 @pytest.mark.parametrize(
@@ -345,38 +354,55 @@ def test_what_can_not_be_honoured_is_refused(tmp_path: Path):
     assert torch.equal(model.head.weight.full_tensor(), before)
 
 
-def test_a_checkpoint_has_the_bytes(tmp_path: Path):
-    """So what is resumed is what was saved, which quantising its values again would not give."""
-    (tmp_path / "store").mkdir()
+Contents = tuple[list[Tensor], list[Tensor]]
+"""The bytes and the values of a model's parameters."""
 
-    def made(seed: int, **options: object):
-        torch.manual_seed(seed)
-        model = zinf_fx.offload(Model(), store=tmp_path / "store", placement="nvme", **options)
-        return model, zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
-    model, optimizer = made(0, frozen_dtype="nf4")
-    trained(model, torch.compile(model, backend="zinf"), optimizer, steps=1)
-    zinf_fx.save_checkpoint(tmp_path / "saved", model, optimizer)
-    other, its_optimizer = made(1, frozen_dtype="nf4")
-    zinf_fx.load_checkpoint(tmp_path / "saved", other, its_optimizer)
-    for own, one in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own.stored.value(), one.stored.value())
-    unlike, its_optimizer = made(1)
+def contents(model: nn.Module) -> Contents:
+    parameters = list(model.parameters())
+    return [p.stored.value().clone() for p in parameters], [p.full_tensor() for p in parameters]
+
+
+def made(seed: int, frozen_dtype: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = zinf_fx.offload(Model(), placement="nvme", frozen_dtype=frozen_dtype)
+    return model, zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def save_and_export(rank: int, folder: Path, frozen_dtype: str) -> Contents:
+    model, optimizer = made(0, frozen_dtype)
+    trained(model, model, optimizer, steps=1)
+    zinf_fx.save_checkpoint(folder / "saved", model, optimizer)
+    zinf_fx.export_safetensors(model, folder / "weights")
+    return contents(model)
+
+
+def load_both(rank: int, folder: Path, frozen_dtype: str) -> tuple[Contents, Contents]:
+    """What is loaded from the checkpoint, and then from the exported weights."""
+    model, optimizer = made(1, frozen_dtype)
+    zinf_fx.load_checkpoint(folder / "saved", model, optimizer)
+    resumed = contents(model)
+    zinf_fx.load_safetensors(model, folder / "weights")
     with pytest.raises(CheckpointError, match=r"base.weight"):
-        zinf_fx.load_checkpoint(tmp_path / "saved", unlike, its_optimizer)
+        zinf_fx.load_checkpoint(folder / "saved", *made(1, None))
+    return resumed, contents(model)
 
 
-def test_weights_are_exported_and_loaded_as_values(tmp_path: Path):
-    (tmp_path / "store").mkdir()
-    model = zinf_fx.offload(built(), store=tmp_path / "store", placement="nvme", frozen_dtype="int8")
-    zinf_fx.export_safetensors(model, tmp_path / "weights")
-    plain = built()
+@pytest.mark.parametrize(
+    ("saving", "loading", "frozen_dtype"), [(1, 1, "nf4"), (1, 1, "int8"), (2, 1, "nf4"), (1, 2, "nf4")]
+)
+def test_a_checkpoint_has_the_bytes_and_exported_weights_the_values(
+    tmp_path: Path, saving: int, loading: int, frozen_dtype: str
+):
+    """So what is resumed is what was saved, on any number of ranks, which quantising values again may not give."""
+    octets, values = on_ranks(saving, save_and_export, tmp_path, frozen_dtype)[0]
+    plain = Model()
     zinf_fx.load_safetensors(plain, tmp_path / "weights")
-    assert all(map(torch.equal, (p.full_tensor() for p in model.parameters()), plain.parameters()))
-    again = zinf_fx.offload(built(), store=tmp_path / "store", placement="nvme", frozen_dtype="int8")
-    zinf_fx.load_safetensors(again, tmp_path / "weights")
-    for own, one in zip(model.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(own.full_tensor(), one.full_tensor(), atol=1e-6, rtol=1e-6)
+    assert all(map(torch.equal, plain.parameters(), values))
+    for resumed, (_, loaded) in on_ranks(loading, load_both, tmp_path, frozen_dtype):
+        assert all(map(torch.equal, [*resumed[0], *resumed[1]], [*octets, *values]))
+        tolerance = 0 if frozen_dtype == "nf4" else 1e-6
+        torch.testing.assert_close(loaded, values, atol=tolerance, rtol=tolerance)
 
 
 def test_large_values_take_over_the_memory_of_earlier_ones(tmp_path: Path):
