@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
 import safetensors.torch
 import torch
+from gate import slow
+from ranks.launching import on_ranks
 from safetensors.torch import load_file
+from test_trainer import as_by_torchrun
 from test_transformers import _gpt2
 from torch import nn
 
@@ -107,38 +113,65 @@ def test_files_equal_those_of_the_plain_model(
         assert all(torch.equal(value, stored[file][name]) for name, value in values.items())
 
 
-@pytest.mark.parametrize("kind", [accelerate.Accelerator, Accelerator], ids=["accelerate's", "ours"])
-def test_accelerate_saves_and_loads_states(tmp_path: Path, kind: type, monkeypatch: pytest.MonkeyPatch):
-    tokens = torch.randint(64, (3, 2, 12))
+@dataclass(frozen=True)
+class Ended:
+    """The losses of some steps, and what there is after them."""
 
-    def prepared(store: str) -> tuple[accelerate.Accelerator, nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = zinf_fx.offload(_gpt2(), store=tmp_path / store, placement="nvme")
-        accelerator = kind(cpu=True)
-        return accelerator, *accelerator.prepare(model, zinf_fx.optim.AdamW(model.parameters(), lr=1e-2))
+    losses: list[float]
+    values: list[torch.Tensor]
+    rates: list[float]
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = model(batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
+
+def train_two_models(rank: int, ranks: int, folder: Path, kind: type, resumed: bool) -> Ended:
+    """Four steps of two models with an optimizer each, behind a save or a load."""
+    as_by_torchrun(rank, ranks)
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    models, optimizers = [_gpt2(), nn.Linear(64, 32)], []
+    for number, model in enumerate(models):
+        zinf_fx.offload(model, placement="infinity-nvme", collective_timeout=60)
+        optimizers.append(zinf_fx.optim.AdamW(model.parameters(), lr=1e-2 * (number + 1)))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.9)
+    wrapped = [accelerator.prepare_model(model, evaluation_mode=True) for model in models]
+    for model in wrapped:
+        model.no_sync = zinf_fx.no_sync
+    *prepared, schedule = accelerator.prepare(*optimizers, schedule)
+
+    def step(number: int) -> float:
+        tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(2 * number + rank))
+        with accelerator.accumulate(*wrapped):
+            loss = wrapped[1](wrapped[0](tokens).logits).square().mean()
+            accelerator.backward(loss)
+            for each in (*prepared, schedule):
+                each.step()
+            for optimizer in prepared:
+                optimizer.zero_grad()
         return loss.item()
 
-    for store in ("first", "second"):
-        (tmp_path / store).mkdir()
-    accelerator, *trained = prepared("first")
-    step(*trained, tokens[0])
-    with monkeypatch.context() as patch:
-        if kind is Accelerator:
-            patch.setattr(TensorStorage, "value", lambda storage: pytest.fail("a whole tensor was gathered"))
-        accelerator.save_state(tmp_path / "state")
-    expected = [step(*trained, batch) for batch in tokens[1:]]
-    accelerator, *resumed = prepared("second")
-    with monkeypatch.context() as patch:
-        if kind is Accelerator:
-            patch.setattr(TensorStorage, "value", lambda storage: pytest.fail("a whole tensor was gathered"))
-        accelerator.load_state(tmp_path / "state")
-    assert [step(*resumed, batch) for batch in tokens[1:]] == expected
-    assert (tmp_path / "state" / "optimizer.bin").exists() == (kind is accelerate.Accelerator)
-    read = _gpt2()
-    safetensors.torch.load_model(read, tmp_path / "state" / "model.safetensors")
+    for number in range(0 if resumed else 4):
+        step(number)
+    refusal = mock.patch.object(TensorStorage, "value", lambda storage: pytest.fail("a whole tensor was gathered"))
+    with refusal if kind is Accelerator else nullcontext():
+        accelerator.load_state(folder) if resumed else accelerator.save_state(folder)
+    losses = [step(number) for number in range(4, 8)]
+    values = [value.full_tensor() for model in models for value in model.parameters()]
+    return Ended(losses, values, schedule.get_last_lr())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(1, accelerate.Accelerator), (1, Accelerator), slow(2, Accelerator)],
+    ids=["accelerate's", "ours", "two ranks"],
+)
+def test_what_accelerate_loads_goes_on_as_what_it_saved(tmp_path: Path, ranks: int, kind: type):
+    folder = tmp_path / "state"
+    saved, loaded = (on_ranks(ranks, train_two_models, ranks, folder, kind, resumed) for resumed in (False, True))
+    for before, after in zip(saved, loaded, strict=True):
+        assert after.losses == before.losses and after.rates == before.rates and len(after.losses) == 4
+        assert all(map(torch.equal, after.values, before.values))
+    assert (folder / "optimizer.bin").exists() == (kind is accelerate.Accelerator)
+    safetensors.torch.load_model(_gpt2(), folder / "model.safetensors")
+    if kind is Accelerator:
+        assert load_file(folder / "model_1" / "model.safetensors").keys() == {"weight", "bias"}
+        (alone,) = on_ranks(1, train_two_models, 1, folder, kind, True)
+        assert alone.losses[0] == saved[0].losses[0]

@@ -1,4 +1,4 @@
-"""A Trainer saves and resumes by zinf_fx's checkpoints, in one process; tests/ranks/ has it on two ranks."""
+"""A Trainer saves and resumes by zinf_fx's checkpoints, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from gate import slow
-from test_trainer import COMPILED, logged, texts
+from ranks.launching import on_ranks
+from test_trainer import COMPILED, as_by_torchrun, logged, texts
 from test_transformers import _gpt2
 
 import zinf_fx
@@ -27,8 +29,8 @@ def trainer(folder: Path, kind: type = Trainer, **options: object) -> transforme
     """Saves after every second of 8 steps, each of 2 micro-batches."""
     torch.manual_seed(0)
     model = _gpt2()
-    folder.mkdir(exist_ok=True)
-    zinf_fx.offload(model, store=folder, placement="infinity-nvme")
+    store = {} if dist.is_initialized() else {"store": folder}
+    zinf_fx.offload(model, placement="infinity-nvme", collective_timeout=60, **store)
     settings = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "learning_rate": 1e-2} | options
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "output"), per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -48,20 +50,36 @@ def assert_equal(found: transformers.Trainer, expected: transformers.Trainer) ->
     assert all(torch.equal(*pair) for pair in zip(values, expected_values, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, slow({"bf16": True})], ids=["fp32", "bf16"])
-def test_what_is_resumed_ends_as_what_was_not_interrupted(tmp_path: Path, options: dict[str, object]):
-    whole = trainer(tmp_path, **options)
+def resume(rank: int, ranks: int, folder: Path, options: dict[str, object]) -> None:
+    """Train, and train again from a checkpoint on that was saved in the middle of an epoch."""
+    as_by_torchrun(rank, ranks)
+    settings = {"max_steps": 8, "save_steps": 3, "save_total_limit": 3} | options
+    whole = trainer(folder, **settings)
     whole.train()
-    saved = tmp_path / "output" / "checkpoint-6"
+    saved = folder / "output" / "checkpoint-3"
     for file in ("model.safetensors", "config.json", "zinf/manifest.json", "trainer_state.json", "training_args.bin"):
         assert (saved / file).is_file(), file
     assert not (saved / "optimizer.pt").exists()
-    resumed = trainer(tmp_path, **options)
+    torch.compiler.reset()  # as in another process
+    resumed = trainer(folder, **settings)
     resumed.train(resume_from_checkpoint=str(saved))
+    assert (whole._initial_global_step, resumed._initial_global_step) == (0, 3)
     assert_equal(resumed, whole)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "output" / "checkpoint-8")
+    assert not isinstance(whole.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    names = sorted(path.name for path in (folder / "output").glob("checkpoint-*"))
+    assert names == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder / "output" / "checkpoint-8")
     values = zip(loaded.parameters(), whole.model.parameters(), strict=True)
     assert all(torch.equal(mine, theirs.full_tensor()) for mine, theirs in values)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), slow(1, {"bf16": True}), slow(2, {"eval_strategy": "steps", "eval_steps": 3})],
+    ids=["fp32", "bf16", "two ranks"],
+)
+def test_what_is_resumed_ends_as_what_was_not_interrupted(tmp_path: Path, ranks: int, options: dict[str, object]):
+    on_ranks(ranks, resume, ranks, tmp_path, options)
 
 
 def test_nothing_is_gathered_to_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
