@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import tempfile
 import time
 import tracemalloc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate import slow
 from injecting import Fault, clear_faults, inject
+from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
@@ -29,6 +32,7 @@ from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.plan.simulation.timeline import LANES, TimelineSlice, slices
 from zinf_fx.runtime import recorder
 from zinf_fx.runtime.execute.executor import EXECUTOR
+from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.recorder import RECORDER, Log, Recorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -73,9 +77,15 @@ class Training:
     def recorded_in_turn(self, steps: int) -> Recording:
         """Of steps that end before the next begins: from one in the background, the next forward takes what is on its
         way to the store, and reads less."""
+
+        def step() -> None:
+            self.step()
+            for parameter in self.stored.parameters():
+                parameter.stored.settled()  # what was begun for the next step is over
+
         self.optimizer.finish()
         self.optimizer.overlap = False
-        recording = self.recorded(steps)
+        recording = self.recorded(steps, step)
         self.optimizer.overlap = True
         return recording
 
@@ -83,18 +93,22 @@ class Training:
         for _ in range(steps):
             step()
 
-    def moved(self) -> tuple[int, int]:
-        """Bytes read and written so far, once nothing is under way."""
+    @property
+    def ranks(self) -> Ranks:
+        return next(self.stored.parameters()).stored.shard.ranks
+
+    def moved(self) -> tuple[int, int, int]:
+        """Bytes read, written, and sent to other ranks so far, once nothing is under way."""
         self.optimizer.finish()
         store = next(self.stored.parameters()).stored.tiers.store
         before = None
         while before != (before := store.counters()):  # a step starts reads for the next
             time.sleep(0.03)
-        return before.bytes_read, before.bytes_written
+        return before.bytes_read, before.bytes_written, self.ranks.sent_bytes
 
 
-def planned_slices(plan: Plan) -> list[TimelineSlice]:
-    hardware = load("rtx-4090")
+def planned_slices(plan: Plan, ranks: int) -> list[TimelineSlice]:
+    hardware = load("rtx-4090").with_ranks(ranks)
     return slices(plan, simulate_plan(plan, hardware))
 
 
@@ -229,35 +243,70 @@ def test_what_eager_code_reads_is_noted_without_a_plan(steady: Training):
     assert [one.name for one in step.slices] == ["fetch"] and step.nbytes("fetch") > 0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_steady_step_is_the_planned_one_wherever_states_live(tmp_path: Path, placement: object):
-    training = Training(tmp_path, placement)
-    for _ in range(3):
-        training.step()
-    assert_as_planned(training)
+def record_steady_steps(rank: int, folder: Path, placements: Sequence[object]) -> None:
+    for placement in placements:
+        training = Training(folder, placement)
+        for _ in range(3):
+            training.step()
+        assert_as_planned(training)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements"),
+    [*((1, [placement]) for placement in PLACEMENTS.values()), (2, ["infinity-nvme"]), slow(2, ["zero-2"])],
+    ids=[*PLACEMENTS, "two ranks", "two ranks that divide states alone"],
+)
+def test_a_steady_step_is_the_planned_one_wherever_states_live(
+    tmp_path: Path, ranks: int, placements: Sequence[object]
+):
+    on_ranks(ranks, record_steady_steps, tmp_path, placements)
 
 
 def assert_as_planned(training: Training) -> None:
     before = training.moved()
     recording = training.recorded_in_turn(3)
-    read, written = (after - earlier for after, earlier in zip(training.moved(), before, strict=True))
+    read, written, sent = (after - earlier for after, earlier in zip(training.moved(), before, strict=True))
     (plan,) = recording.plans
-    expected = planned_slices(plan)
+    ranks = training.ranks
+    expected = planned_slices(plan, ranks.size)
     leaves = any(tile.activation for graph in plan.graphs for tile in graph.tiles)
     assert leaves == (plan.config.placement.activations != "device")
     for step in recording.steps:
         assert_operators_are_in_order(step, plan)
-        for lane in ("fetch", "offload"):
+        for lane in ("fetch", "offload", "all-gather", "reduce"):
             assert names(step.slices, lane) == names(expected, lane)
+        for lane in ("fetch", "offload"):
             assert step.nbytes(lane) == sum(one.nbytes for one in expected if one.lane == lane)
         assert kinds(step.slices, "optimizer") == kinds(expected, "optimizer")
-        assert step.nbytes("optimizer") == sum(one.nbytes for one in expected if one.lane == "optimizer")
+        for kind in ("read_states", "update", "write_states"):
+            planned = sum(one.nbytes for one in expected if one.name.partition(" ")[0] == kind)
+            pads = ranks.size > 1 and kind == "update"  # a plan counts the padding of a rank's part, too
+            assert nbytes(step, kind) == planned or (pads and 0 < nbytes(step, kind) < planned)
         waits = names(step.slices, "wait")
-        tiles = [g.tiles[e.tile].label for g in plan.graphs for e in g.events if e.kind == "wait"]
-        assert {name: waits[f"wait {name}"] for name in tiles} == Counter(tiles)
+        tiles = Counter(g.tiles[e.tile].label for g in plan.graphs for e in g.events if e.kind == "wait")
+        waited = Counter({name: waits[f"wait {name}"] for name in tiles})
+        # On several ranks, reductions are waited for by these names, too.
+        assert waited == tiles or (ranks.size > 1 and waited > tiles)
     assert len(recording.steps) == 3
     assert read == sum(nbytes(s, "fetch", "read") + nbytes(s, "read_states") for s in recording.steps)
     assert written == sum(nbytes(s, "write") + nbytes(s, "write_states") for s in recording.steps)
+    collectives = [one for s in recording.steps for one in s.slices if one.lane in ("all-gather", "reduce")]
+    assert {one.lane for one in collectives} == (set() if ranks.size == 1 else {"all-gather", "reduce"})
+    assert not any("not over" in one.detail or one.end <= one.start for one in collectives)
+    assert sent == sum(one.nbytes for one in collectives) / 2  # of two ranks, each sends the other one's half
+    if ranks.size > 1:
+        assert_saved_as_a_ranks(recording, ranks)
+
+
+def assert_saved_as_a_ranks(recording: Recording, ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = recording.save(Path(folder) / "trace.json")
+        events = json.loads(path.read_text())["traceEvents"]
+    assert path.name == f"trace.rank{ranks.rank}.json"
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == [
+        f"planned, on {ranks.size} x RTX 4090 desktop", f"measured, rank {ranks.rank} of {ranks.size}",
+    ]  # fmt: skip
 
 
 def test_recording_changes_no_bit(tmp_path: Path):

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from gate import slow
+from ranks.launching import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import zinf_fx
 
 
-@pytest.fixture(autouse=True)
-def only_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("ignored", [False, True], ids=["found", "ignored"])
-def test_a_wrapper_trains_what_is_beside_them(tmp_path: Path, use_orig_params: bool, ignored: bool) -> None:
+def built() -> nn.Module:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = copy.deepcopy(plain)
-    zinf_fx.offload(model[1], store=tmp_path, placement="nvme")
+    inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 4))
+
+
+def train(rank: int, ranks: int, everything: bool, use_orig_params: bool, ignored: bool) -> None:
+    """Two steps, which are those of plain PyTorch over the batches of all ranks."""
+    if ranks == 1:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    plain, model = built(), built()
+    zinf_fx.offload(model if everything else model[1], placement="nvme")
     options = {"ignored_modules": [model[1]]} if ignored else {}
     run = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), **options)
     stored = [one for one in run.parameters() if isinstance(one, zinf_fx.StoredTensor)]
     others = [one for one in run.parameters() if not isinstance(one, zinf_fx.StoredTensor)]
-    assert len(stored) == 2 and sum(one.numel() for one in others) == 8 * 8 + 8
-    optimizers = [zinf_fx.optim.SGD(stored, lr=0.1), torch.optim.SGD(others, lr=0.1)]
-    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
-    x = torch.randn(4, 8)
+    beside = 0 if everything else sum(p.numel() for layer in (plain[0], plain[2]) for p in layer.parameters())
+    assert len(stored) == (8 if everything else 4)
+    assert ranks > 1 or sum(one.numel() for one in others) == beside
+    optimizers = [zinf_fx.optim.SGD(stored, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)]
+    optimizers += [torch.optim.SGD(others, lr=0.1)] if others else []
+    batches = torch.randn(ranks, 4, 8)
     for _ in range(2):
-        run(x).square().sum().backward()
-        plain(x).square().sum().backward()
-        for optimizer in (*optimizers, expected):
+        run(batches[rank]).square().mean().backward()
+        sum(plain(x).square().mean() for x in batches).div(ranks).backward()
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.equal(run(x), plain(x))
+    assert torch.equal(run(batches[rank]), plain(batches[rank]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ranks", "everything", "use_orig_params", "ignored"),
+    [
+        *((1, False, use_orig_params, ignored) for use_orig_params in (False, True) for ignored in (False, True)),
+        *(slow(2, everything, True, False) for everything in (False, True)),
+    ],
+)
+def test_a_wrapper_trains_what_is_beside_them(ranks: int, everything: bool, use_orig_params: bool, ignored: bool):
+    try:
+        on_ranks(ranks, train, ranks, everything, use_orig_params, ignored)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

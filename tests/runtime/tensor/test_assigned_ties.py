@@ -4,12 +4,15 @@ one memory."""
 from __future__ import annotations
 
 import io
+import itertools
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from ranks.launching import on_ranks
 from torch import nn
 
 import zinf_fx
@@ -46,8 +49,9 @@ def _saved(state: State, **options: object) -> State:
 
 
 def _mapped(state: State, folder: Path) -> State:
-    torch.save(state, folder / "state.pt")
-    return torch.load(folder / "state.pt", mmap=True)
+    path = folder / f"{uuid.uuid4()}.pt"
+    torch.save(state, path)
+    return torch.load(path, mmap=True)
 
 
 def _with_clones(*names: str, of_one: bool = False) -> Callable[[State, Path], State]:
@@ -109,17 +113,37 @@ def stored(tmp_path: Path, seed: int, **fields: object) -> Tied:
     return zinf_fx.offload(tied(seed), store=tmp_path, **{"placement": "nvme", **fields})
 
 
+def assign(rank: int, folder: Path, placements: Sequence[str], states: Iterable[Sequence[str]]) -> None:
+    """Assign a state dict, and train. `states`: what is done to that of the first rank, whose values and ties count,
+    and of the others."""
+    for placement, how in itertools.product(placements, states):
+        plain, model = tied(2), zinf_fx.offload(tied(2), placement=placement)
+        strict = not how[0].startswith(("without", "the second"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain.load_state_dict(STATES[how[0]](tied(1).state_dict(), folder), assign=True, strict=strict)
+            own = STATES[how[min(rank, len(how) - 1)]](tied(1 + rank).state_dict(), folder)
+            model.load_state_dict(own, assign=True, strict=strict)
+        assert_alike(model, plain)
+        parted = len(groups(plain)) > 1 and strict
+        assert any("were one parameter, and are two from now on" in str(one.message) for one in caught) == parted
+        optimizer = zinf_fx.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.arange(5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in itertools.combinations((model.get_parameter(name) for name in NAMES), 2):
+            assert torch.equal(value(one), value(other)) == (one is other)
+
+
 @pytest.mark.parametrize("how", STATES)
 def test_names_are_tied_as_in_plain_pytorch(tmp_path: Path, tier: str, how: str):
-    plain, model = tied(2), stored(tmp_path, 2, placement=tier)
-    strict = not how.startswith(("without", "the second"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for one in (plain, model):
-            one.load_state_dict(STATES[how](tied(1).state_dict(), tmp_path), assign=True, strict=strict)
-    assert_alike(model, plain)
-    parted = len(groups(plain)) > 1 and strict
-    assert any("were one parameter, and are two from now on" in str(one.message) for one in caught) == parted
+    on_ranks(1, assign, tmp_path, [tier], [[how]])
+
+
+def test_ranks_tie_what_the_first_has_tied(tmp_path: Path):
+    states = [["itself"], ["equal tensors"], ["itself", "equal tensors"]]
+    on_ranks(2, assign, tmp_path, ["nvme", "zero-2"], states)
 
 
 def test_each_step_updates_what_is_tied_once(tmp_path: Path):
