@@ -1,10 +1,14 @@
-"""The AdamW update on the CPU for each format of states, beside a copy of the same memory and PyTorch's fused AdamW.
+"""The AdamW update on the CPU for each format of states, beside a copy of the same memory, PyTorch's fused AdamW, and
+those of DeepSpeed, bitsandbytes and torchao, as far as they are installed (see update_peers.py).
 
     python benchmarks/update.py [--parameters 64000000] [--threads 1 2] [--rounds 7] [--json]
 
 A copy of memory tells the limit: the rate at which it reads and writes, divided by the bytes that an update reads and
 writes of a parameter. All take turns, and ratios to the limit are taken within a round. The kernel is alone: it updates
 what lies in memory in one call, as a step with `placement="host"` does chunk by chunk.
+
+The bytes of other libraries are those of what they keep, each read and written once: the fewest that their update has
+to move. They keep bf16 parameters without a master.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import check, computing_with
 from turns import in_turns
+from update_peers import OPTIONS, PEERS, packages, prepare, said
 
-OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32, BF16 = torch.float32, torch.bfloat16
 # Of parameters, gradients and moments, and whether masters are split.
@@ -45,6 +49,7 @@ FORMATS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype, bool]] = {
     "bf16, split master, bf16 moments": (BF16, BF16, BF16, True),
     "bf16, split master, 8-bit moments": (BF16, BF16, torch.uint8, True),
 }
+PAUSE = 0.02  # seconds: OpenMP's threads spin for some milliseconds after their last work, on the cores of the next
 COPY, PYTORCH = "a copy", "torch.optim.AdamW(fused=True), fp32"
 
 
@@ -76,7 +81,7 @@ def moved(operands: Operands) -> float:
 
 def updating(operands: Operands) -> Callable[[], object]:
     """What updates the operands once more, by the native kernel."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **OPTIONS)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **OPTIONS, fused=True)
     inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
 
     def update() -> None:
@@ -91,7 +96,7 @@ def in_memory(count: int) -> Callable[[], object]:
     """A step of PyTorch's own over parameters and gradients in fp32."""
     parameter = torch.nn.Parameter(torch.randn(count))
     parameter.grad = torch.randn(count)
-    return torch.optim.AdamW([parameter], **OPTIONS).step
+    return torch.optim.AdamW([parameter], **OPTIONS, fused=True).step
 
 
 def copying(nbytes: int) -> Callable[[], object]:
@@ -112,8 +117,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(count: int, threads: int, rounds: int, bar: tqdm) -> list[dict]:
-    """A row for each way, with so many threads."""
+def measure(count: int, threads: int, rounds: int, bar: tqdm, failures: dict[str, str]) -> list[dict]:
+    """A row for each way, with so many threads; of peers that don't run here, what they say is put into `failures`."""
     with computing_with(threads):
         operands = {name: operands_of(count, name) for name in FORMATS}
         copied = 4 * count
@@ -122,11 +127,22 @@ def measure(count: int, threads: int, rounds: int, bar: tqdm) -> list[dict]:
         nbytes = {COPY: 2 * copied / count, PYTORCH: moved(operands["fp32"])} | {
             name: moved(some) for name, some in operands.items()
         }
+        beside: dict[str, str | None] = {PYTORCH: "fp32"}
+        for peer in (peer for peer in PEERS if peer.is_installed):
+            bar.set_description(f"{threads} threads, {peer.name}: builds")
+            try:
+                name, step, total = prepare(peer, count)
+            except Exception as error:
+                failures[peer.name] = said(error)
+                bar.update(rounds)
+            else:
+                ways[name], nbytes[name], beside[name] = step, total, peer.beside
         times: dict[str, list[float]] = {name: [] for name in ways}
         for work in (*ways.values(), *ways.values()):  # first steps make states
             work()
         for _, name in in_turns(list(ways), rounds):
             bar.set_description(f"{threads} threads, {name}")
+            time.sleep(PAUSE)
             times[name].append(seconds(ways[name]))
             bar.update()
     return [
@@ -140,10 +156,16 @@ def measure(count: int, threads: int, rounds: int, bar: tqdm) -> list[dict]:
                 nbytes[name] * copy / (nbytes[COPY] * taken)
                 for copy, taken in zip(times[COPY], times[name], strict=True)
             ),
+            "beside": beside.get(name),
+            "ratio_of_zinf_fx": _ratio(times[name], times.get(beside.get(name))),
             "all_seconds": times[name],
         }
         for name in ways
     ]
+
+
+def _ratio(times: list[float], others: list[float] | None) -> float | None:
+    return others and median(taken / other for taken, other in zip(times, others, strict=True))
 
 
 def main() -> None:
@@ -154,11 +176,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows, with all times")
     args = parser.parse_args()
     check(parser, args, "parameters", "threads", "rounds")
-    total = len(args.threads) * args.rounds * (len(FORMATS) + 2)
+    total = len(args.threads) * args.rounds * (len(FORMATS) + 2 + sum(peer.is_installed for peer in PEERS))
+    rows: list[dict] = []
+    failures: dict[str, str] = {}
     with tqdm(total=total, disable=None) as bar:
-        rows = [row for threads in args.threads for row in measure(args.parameters, threads, args.rounds, bar)]
+        for threads in args.threads:
+            rows += measure(args.parameters, threads, args.rounds, bar, failures)
+    versions, absent = packages()
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps({"rows": rows, "versions": versions, "not_installed": absent, "failures": failures}))
         return
     table = [
         [
@@ -168,10 +194,19 @@ def main() -> None:
             f"{row['parameters_per_second'] / 1e6:,.0f}",
             f"{row['bytes_per_second'] / 1e9:.1f}",
             f"{row['ratio_to_limit']:.2f}",
+            f"{row['ratio_of_zinf_fx']:.2f}" if row["ratio_of_zinf_fx"] else "",
         ]
         for row in rows
     ]
-    print(tabulate(table, ["threads", "", "bytes per parameter", "M parameters/s", "GB/s", "of the limit"]))
+    headers = ["threads", "", "bytes per\nparameter", "M parameters/s", "GB/s", "of the\nlimit", "zinf_fx\n/ it"]
+    print(tabulate(table, headers))
+    print("\nzinf_fx / it: parameters/s of zinf_fx's row with moments of as many bits, over the row's, within a round")
+    if versions:
+        print(", ".join(versions))
+    if absent:
+        print(f"{', '.join(absent)}: not installed, and left out")
+    for name, line in failures.items():
+        print(f"{name} doesn't run here, and is left out: {line}")
 
 
 if __name__ == "__main__":
