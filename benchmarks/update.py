@@ -27,8 +27,10 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from zinf_fx.adam import UpdateForm
+from zinf_fx.machine.machine import adam_operands
 from zinf_fx.optim.arithmetic import borrow
-from zinf_fx.optim.formats import MASTER, MASTER_UP, SCALES, UPS, companion_of
+from zinf_fx.optim.formats import MASTER, MASTER_UP
 from zinf_fx.optim.kernels import Operands
 from zinf_fx.optim.update import update_elements
 
@@ -38,35 +40,28 @@ from arguments import check, computing_with
 from turns import in_turns
 from update_peers import OPTIONS, PEERS, packages, prepare, said
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32, BF16 = torch.float32, torch.bfloat16
-# Of parameters, gradients and moments, and whether masters are split.
-FORMATS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype, bool]] = {
-    "fp32": (FP32, FP32, FP32, False),
-    "bf16, fp32 master": (BF16, BF16, FP32, False),
-    "bf16, fp32 master, bf16 moments": (BF16, BF16, BF16, False),
-    "bf16, fp32 master, 8-bit moments": (BF16, BF16, torch.uint8, False),
-    "bf16, split master, bf16 moments": (BF16, BF16, BF16, True),
-    "bf16, split master, 8-bit moments": (BF16, BF16, torch.uint8, True),
+# Of parameters and gradients, and of masters and moments.
+FORMATS: dict[str, tuple[torch.dtype, UpdateForm]] = {
+    "fp32": (FP32, "float32"),
+    "bf16, fp32 master": (BF16, "float32"),
+    "bf16, fp32 master, bf16 moments": (BF16, "bfloat16"),
+    "bf16, fp32 master, 8-bit moments": (BF16, "8bit"),
+    "bf16, split master, bf16 moments": (BF16, "split, bfloat16"),
+    "bf16, split master, 8-bit moments": (BF16, "split, 8bit"),
 }
 PAUSE = 0.02  # seconds: OpenMP's threads spin for some milliseconds after their last work, on the cores of the next
 COPY, PYTORCH = "a copy", "torch.optim.AdamW(fused=True), fp32"
 
 
 def operands_of(count: int, name: str) -> Operands:
-    """So many elements in a format, whose states hold zeros."""
-    weight, gradient, state, splits = FORMATS[name]
-    masters = torch.randn(count)
-    master: dict[str, torch.Tensor] = {}
-    if splits:
-        up = torch.zeros(UPS.shape([count]), dtype=UPS.dtype)
-        master = {MASTER: torch.zeros(count, dtype=torch.int16), MASTER_UP: up}
-    elif weight != FP32:
-        master = {MASTER: masters}
-    states = {moment: torch.zeros(count, dtype=state) for moment in MOMENTS}
-    if state == torch.uint8:
-        states |= {companion_of(moment): torch.zeros(SCALES.shape([count])) for moment in MOMENTS}
-    return Operands(masters.to(weight), torch.randn(count).mul_(1e-3).to(gradient), master, states, (), {})
+    """So many elements in a format, whose moments hold zeros."""
+    operands = adam_operands(count, *FORMATS[name])
+    operands.parameter.normal_()
+    if MASTER in operands.master and MASTER_UP not in operands.master:
+        operands.master[MASTER].copy_(operands.parameter)
+    operands.gradient.normal_(std=1e-3)
+    return operands
 
 
 def moved(operands: Operands) -> float:
@@ -87,7 +82,6 @@ def updating(operands: Operands) -> Callable[[], object]:
     def update() -> None:
         threads = torch.get_num_threads()
         update_elements(inner, [operands], None, threads=threads)  # it has no memory for PyTorch's class to compute in
-        operands.present = MOMENTS
 
     return update
 

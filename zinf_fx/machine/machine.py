@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 
 from zinf_fx import cuda
-from zinf_fx.adam import UpdateForm
+from zinf_fx.adam import UpdateForm, has_master
 from zinf_fx.native.engine import BLOCK, DEPTH
 from zinf_fx.optim.arithmetic import borrow
 from zinf_fx.optim.formats import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, companion_of
@@ -120,7 +120,7 @@ def update_rates(threads: int) -> dict[UpdateForm, float]:
 
 def update_rate(form: UpdateForm, threads: int) -> float:
     """Measure the parameters per second of one form."""
-    operands = _operands(_UPDATED, form)
+    operands = adam_operands(_UPDATED, torch.bfloat16, form)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
     inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
     # For the gradient, the master and two moments, where there is no native kernel.
@@ -128,21 +128,27 @@ def update_rate(form: UpdateForm, threads: int) -> float:
     return _UPDATED / _mean(lambda: update_elements(inner, [operands], scratch, threads=threads), CPU)
 
 
-def _operands(count: int, form: UpdateForm) -> Operands:
-    """Make so many elements of a parameter in bf16, with what AdamW has of it."""
+def adam_operands(count: int, dtype: torch.dtype, form: UpdateForm) -> Operands:
+    """Make so many elements of a parameter in host memory, with a gradient, and what AdamW has of it after a step.
+
+    Args:
+        dtype: of the parameter and the gradient.
+        form: of the moments and of the master, if the parameter has one.
+    """
     zeros = partial(torch.zeros, device="cpu")
     moments = form.removeprefix("split, ")
+    master: dict[str, torch.Tensor] = {}
     if moments != form:
         master = {MASTER: zeros(count, dtype=LOWER), MASTER_UP: zeros(UPS.shape((count,)), dtype=UPS.dtype)}
-    else:
+    elif has_master(dtype.itemsize):
         master = {MASTER: zeros(count, dtype=torch.float32)}
-    dtype = CODES if moments == "8bit" else getattr(torch, moments)
-    states = {name: zeros(count, dtype=dtype) for name in _MOMENTS}
-    if dtype == CODES:
+    moment_dtype = CODES if moments == "8bit" else getattr(torch, moments)
+    states = {name: zeros(count, dtype=moment_dtype) for name in _MOMENTS}
+    if moment_dtype == CODES:
         states |= {companion_of(name): zeros(SCALES.shape((count,)), dtype=SCALES.dtype) for name in _MOMENTS}
-    gradient = torch.ones(count, dtype=torch.bfloat16, device="cpu")  # memory that nothing was written to is one page
+    gradient = torch.ones(count, dtype=dtype, device="cpu")  # memory that nothing was written to is one page
     step = {"step": zeros((), dtype=torch.float32)}
-    return Operands(zeros(count, dtype=torch.bfloat16), gradient, master, states, _MOMENTS, step)
+    return Operands(zeros(count, dtype=dtype), gradient, master, states, _MOMENTS, step)
 
 
 def _memory(device: torch.device, capacity: int) -> Memory:
