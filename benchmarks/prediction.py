@@ -2,11 +2,15 @@
 
     python benchmarks/prediction.py                  # minutes
     python benchmarks/prediction.py --scale 0.5      # smaller models
+    python benchmarks/prediction.py --updates 48000000 --threads 1 2    # of the optimizer's step alone
 
 In each, something else takes most of the time. A prediction is what `zinf-fx simulate --hardware this-machine` makes of
 the plan: the operators' measured seconds, and the measured rates of the disk and the memory. Measuring the machine,
 predicting and training alternate, because both sides of the ratio should see the same machine; the table has the
 medians over the rounds.
+
+With `--updates`, it is the optimizer's step of so many bf16 parameters in host memory, for each form of states, with
+the update rates that `this-machine` has for so many threads.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -28,14 +32,24 @@ from tqdm import tqdm
 
 import zinf_fx
 from zinf_fx.frontend.explain import plan_model
-from zinf_fx.machine.machine import measure_machine
+from zinf_fx.machine.machine import measure_machine, update_rates
+from zinf_fx.plan.hardware import Hardware
 from zinf_fx.plan.simulation.simulate import simulate_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
 from train_step import machine
 from train_step_variant import OPTIONS
+
+FORMS: dict[str, dict[str, object]] = {
+    "fp32 masters and moments": {},
+    "bf16 moments": {"state_dtype": torch.bfloat16},
+    "8-bit moments, split masters": {"state_dtype": "8bit", "master_dtype": "split"},
+}
+_WIDTH = 4096  # of layers whose update is predicted
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,71 @@ def run(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
     return results
 
 
+class Updates:
+    """Layers whose states are in host memory, and their AdamW, with one form of states."""
+
+    def __init__(self, layers: int, form: dict[str, object], store: str) -> None:
+        self._options = {"placement": "host", "store": store}
+        self._batch = (torch.ones(1, _WIDTH, dtype=torch.bfloat16),)
+        self._layers, self._form = layers, form
+        model = zinf_fx.offload(self._model(), **self._options)
+        self._optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **form, **OPTIONS)
+        torch.compile(model, backend="zinf")(*self._batch).float().sum().backward()
+        for _ in range(2):
+            self.seconds()
+
+    def _model(self) -> torch.nn.Module:
+        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(self._layers)]
+        return torch.nn.Sequential(*layers)
+
+    def seconds(self) -> float:
+        """Take a step over the same gradients, and return its seconds."""
+        start = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+    def predicted(self, hardware: Hardware) -> float:
+        """Return the seconds of the same step as simulated."""
+        with torch.device("meta"):
+            model = self._model()
+        (plan,) = plan_model(model, self._batch, **self._options, **self._form).plans
+        simulation = simulate_plan(plan, hardware, overlap=False)
+        timed = zip(simulation.jobs, simulation.timings, strict=True)
+        return sum(timing.end - timing.start for job, timing in timed if job.kind == "update")
+
+
+def run_updates(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
+    """Return a row for each number of threads and form of states."""
+    layers, rows = -(-args.updates // _WIDTH**2), []
+    hardware = measure_machine(store)
+    for threads in args.threads:
+        with computing_with(threads):
+            subjects = {name: Updates(layers, form, store) for name, form in FORMS.items()}
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
+            for _ in range(args.rounds):
+                rated = replace(hardware, updates=update_rates(threads))
+                for name, subject in subjects.items():
+                    measured = median(subject.seconds() for _ in range(args.steps))
+                    times[name].append((measured, subject.predicted(rated)))
+        for name, pairs in times.items():
+            measured, predicted = (median(seconds) for seconds in zip(*pairs, strict=True))
+            ratio = median(of_rate / of_step for of_step, of_rate in pairs)
+            rows.append(
+                {
+                    "threads": threads,
+                    "states": name,
+                    "parameters": layers * _WIDTH**2,
+                    "measured": measured,
+                    "predicted": predicted,
+                    "ratio": ratio,
+                }
+            )
+        del subjects
+        torch.compiler.reset()
+        gc.collect()
+    return rows
+
+
 def table(results: Sequence[dict]) -> str:
     rows = [
         [
@@ -181,15 +260,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--scale", type=float, default=1.0, help="of the models' hidden sizes")
     options.add_argument("--rounds", type=int, default=3, help="each measures the machine, predicts and trains")
     options.add_argument("--steps", type=int, default=3, help="measured steps of a round")
+    options.add_argument("--updates", type=int, metavar="N", help="the optimizer's step of so many parameters instead")
+    options.add_argument("--threads", type=int, nargs="+", default=[1], help="that update, with --updates")
     options.add_argument("--store", metavar="DIR", help="on the disk to use; default a temporary directory")
     options.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = options.parse_args(arguments)
     if args.rounds < 1 or args.steps < 1 or not 0 < args.scale <= 4:
         options.error("--rounds and --steps must be at least 1, --scale above 0 and up to 4")
+    check(options, args, "threads", *(["updates"] if args.updates is not None else []))
     with tempfile.TemporaryDirectory(prefix="prediction-") as directory:
-        results = run(args, args.store or directory)
+        results = (run if args.updates is None else run_updates)(args, args.store or directory)
     if args.json:
         print(json.dumps(results))
+    elif args.updates is not None:
+        print(f"{machine()}; torch {torch.__version__}; bf16 parameters, AdamW\n")
+        print(tabulate(results, headers="keys", floatfmt=".3f", intfmt=","))
     else:
         print(f"{machine()}; torch {torch.__version__}, {torch.get_num_threads()} threads; bfloat16\n")
         print(table(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def test_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (row,) = [line for line in lines if line.startswith(case.name)]
         measured, predicted = float(row.split()[-7]), float(row.split()[-5])
         assert measured > 0 and predicted > 0
+
+
+@pytest.mark.slow
+def test_predicted_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(prediction, "_WIDTH", 256)
+    given = ["--updates", "65536", "--threads", "1", "2", "--rounds", "1", "--steps", "1", "--store", str(tmp_path)]
+    assert prediction.main([*given, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["threads"], row["states"]) for row in rows] == [(n, form) for n in (1, 2) for form in prediction.FORMS]
+    assert all(row["measured"] > 0 and row["predicted"] > 0 and row["parameters"] == 65536 for row in rows)
 
 
 def test_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,7 +25,6 @@ from zinf_fx.optim.formats import CODES, LOWER, MASTER, MASTER_UP, SCALES, UPS, 
 from zinf_fx.optim.kernels import Operands
 from zinf_fx.optim.threads import update_threads
 from zinf_fx.optim.update import update_elements
-from zinf_fx.plan.chunks import AT_ONCE
 from zinf_fx.plan.hardware import DTYPES, Disks, Hardware, Link, Memory
 from zinf_fx.runtime.disk.filesystem import file_system_of, one_per_device
 from zinf_fx.runtime.disk.measure import QUICK_BYTES, Trial, load_profile
@@ -41,7 +40,7 @@ _DISK_BYTES = 512 << 20
 # What computes beside the disk: some tokens, by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 _STARTS, _BURSTS = 50, 8
-_UPDATED = AT_ONCE
+_UPDATED = 1 << 25  # parameters: with their states, some times what caches hold
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
