@@ -19,6 +19,7 @@ COUNT = 40_000
 
 
 def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setattr(benchmark, "COPIED", 1 << 20)
     monkeypatch.setattr(sys, "argv", ["update.py", "--parameters", str(COUNT), "--rounds", "1", *arguments])
     benchmark.main()
     return capsys.readouterr().out
