@@ -368,6 +368,9 @@ def test_models_built_piece_by_piece_and_copies(tmp_path: Path) -> None:
     with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
         built = Net()
     assert len({parameter.stored.bytes.allocation for parameter in built.parameters()}) == 1
+    with zinf_fx.offloading(store=tmp_path, placement="nvme", pack="auto"):
+        converted = Net().to(torch.bfloat16)
+    assert len({parameter.stored.bytes.allocation for parameter in converted.parameters()}) == 1
     for model in (built, copy.deepcopy(built)):
         reference = copy.deepcopy(plain)
         call, (plainly, optimizer) = torch.compile(model, backend="zinf"), optimizers(reference, model)

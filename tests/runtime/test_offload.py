@@ -323,6 +323,9 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "orthogonal": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))),
     "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(torch.float64),
+    "tied, and converted": lambda: Model().to(torch.bfloat16),
+    "converted back": lambda: nn.Sequential(Model().half(), nn.Linear(4, 4)).float(),
+    "one module, converted": lambda: nn.Linear(4, 4).double(),
     "loaded": lambda: (
         (m := nn.Sequential(nn.Linear(4, 4))).load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict()) and m
     ),

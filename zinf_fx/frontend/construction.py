@@ -37,6 +37,7 @@ from zinf_fx.runtime.memory.host import memory_of_file
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import Ranks
 from zinf_fx.runtime.tensor.local_parameter import stored_parameter
+from zinf_fx.runtime.tensor.storage import new_key
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import check_ranks
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -94,11 +95,10 @@ class _Construction:
             _ = self._tiers.store  # a directory that can't be used shows before anything is built
         self.mapped = MappedFiles(_MAPPED_AT_ONCE, partial(memory_of_file, config.stores[0]))
         self._names = _Names()
+        self._begun_at = new_key()
+        # Modules are held weakly, and parameters not at all: Module.to() refuses those that somebody holds weakly.
         self._modules: list[weakref.ref[torch.nn.Module]] = []  # the last is the one that registers parameters now
-        self._waiting: list[weakref.ref[torch.nn.Parameter]] = []  # its parameters that have not left
-        self._stored: set[int] = set()  # keys of the storages made in this block
-        self._staying: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        self._tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        self._staying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # have such
 
     def add_parameter(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         """A module registers a parameter, so those of the one before it are complete."""
@@ -107,59 +107,57 @@ class _Construction:
             self._modules.append(weakref.ref(module))
         if parameter is None:
             return
-        if is_table(module) and stored_parameter(parameter) is None:
-            self._tables[id(parameter)] = weakref.ref(parameter)
         if bitsandbytes.has_codes(parameter):
             bitsandbytes.keep_layout(module)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # its value comes from a checkpoint, and is final
-            self._store(parameter, self._names.of(module, name))
+            self._store(parameter, module, self._names.of(module, name))
             self.mapped.trim()
-        else:
-            self._waiting.append(weakref.ref(parameter))
 
     def add_module(self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         """A parent takes a module over, whose parameters are complete."""
         self._names.add(parent, name, module)
-        for parameter in module.parameters() if module is not None else ():
-            self._store(parameter)
-        self._waiting[:] = [
-            ref for ref in self._waiting if (parameter := ref()) is not None and stored_parameter(parameter) is None
-        ]
+        for own in module.modules() if module is not None else ():
+            self._store_all_of(own)
 
     def finish(self) -> None:
         """Store what is left, and bring together what moves together."""
         self._store_waiting()
         self._tiers.drain()
         modules = _living(self._modules)
-        parameters = {id(own): own for module in modules for own in module._parameters.values()}
-        stored = [
-            own for own in parameters.values() if isinstance(own, StoredTensor) and own.stored.key in self._stored
-        ]
+        stored = [own for own in _parameters_of(modules) if isinstance(own, StoredTensor) and self._is_of_block(own)]
         bring_together(stored)
         self._names.check(self._config, modules)
         warn_of_nothing_quantised(self._config, stored)
-        staying = enumerate(_living(self._staying.values()), start=1)
+        staying = enumerate(filter(stays, _parameters_of(self._staying)), start=1)
         warn_of_staying({f"number {n} of shape {tuple(parameter.shape)}": parameter for n, parameter in staying})
 
+    def _is_of_block(self, parameter: StoredTensor) -> bool:
+        """Whether a parameter was stored in this block, with its options, also where Module.to() stored it again."""
+        return parameter.stored.key > self._begun_at and parameter.stored.tiers is self._tiers
+
     def _store_waiting(self) -> None:
-        while self._waiting:
-            if (parameter := self._waiting.pop()()) is not None:
-                self._store(parameter)
+        """Store the parameters of the module that registered the last ones."""
+        if self._modules and (module := self._modules[-1]()) is not None:
+            self._store_all_of(module)
+
+    def _store_all_of(self, module: torch.nn.Module) -> None:
+        for parameter in list(module._parameters.values()):
+            if parameter is not None:
+                self._store(parameter, module)
 
     @held_back
-    def _store(self, parameter: torch.nn.Parameter, loaded_as: str | None = None) -> None:
-        """Store a parameter, unless it is stored or stays. `loaded_as`: the name of one that was loaded."""
+    def _store(self, parameter: torch.nn.Parameter, module: torch.nn.Module, loaded_as: str | None = None) -> None:
+        """Store a module's parameter, unless it is stored or stays. `loaded_as`: the name of one that was loaded."""
         if stored_parameter(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
             return
         if stays(parameter) and not bitsandbytes.has_codes(parameter):
-            self._staying[id(parameter)] = weakref.ref(parameter)  # it is met again in each module around its own
+            self._staying[module] = None
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(self._config, [parameter])
-        table = self._tables.pop(id(parameter), None)  # converting a module refuses parameters that are held weakly
-        is_looked_up = table is not None and table() is parameter
         config = self._config
+        is_looked_up = is_table(module)
         if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:
             config = self._names.config_of(config, loaded_as, parameter.shape)
             if config.frozen_dtype is not None:
@@ -169,8 +167,6 @@ class _Construction:
         # The twin gets the memory of `parameter`, and must not be kept.
         replace_in_place(parameter, with_value(parameter, twins.pop(), self.mapped if loaded_as else None))
         pass_through(parameter.nbytes)
-        if isinstance(parameter, StoredTensor):  # not a DTensor, whose local tensor isn't moved
-            self._stored.add(parameter.stored.key)
 
 
 class _Names:
@@ -215,6 +211,12 @@ class _Names:
         names = [self.of(module, own) for module in modules for own in module._parameters]
         if isinstance(config.frozen_dtype, tuple) and names:
             check_patterns("frozen_dtype", config.frozen_dtype, (), "format", names)
+
+
+def _parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters of these modules' own, each once."""
+    own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
+    return list({id(parameter): parameter for parameter in own}.values())
 
 
 def _living(references: Iterable[weakref.ref[T]]) -> list[T]:
