@@ -7,6 +7,7 @@ import signal
 import time
 from unittest import mock
 
+import pytest
 import torch
 from ranks import training
 from ranks.launching import on_ranks
@@ -92,6 +93,63 @@ def replicas(rank: int) -> list[list[float]]:
 def test_replicas_that_were_initialised_apart_agree_from_the_first_compiled_call_on():
     first, second = on_ranks(2, replicas)
     assert first == second
+
+
+class Initialised(torch.nn.Module):
+    """A model that eager code initialises once more when its parameters have left, and of which some is random."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(width, 96), torch.nn.BatchNorm1d(96), torch.nn.Linear(96, 96))
+        self.table = torch.nn.Embedding(97, 60)
+        self.register_buffer("noise", torch.randn(3))
+        torch.nn.init.normal_(self.layers[0].weight)
+        torch.nn.init.trunc_normal_(self.table.weight)
+        with torch.no_grad():
+            self.layers[2].weight[1].uniform_()
+            self.table.weight.data = torch.randn(97, 60, dtype=torch.float64)
+
+
+def built_with_other_seeds(rank: int, options: dict[str, object]) -> list[bool]:
+    torch.manual_seed(rank)
+    with zinf_fx.offloading(collective_timeout=SOON, **options):
+        model = Initialised().to(torch.bfloat16)
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    plain = Initialised().to(torch.bfloat16)
+    values = model.state_dict()
+    return [
+        *(values[name].equal(value) for name, value in plain.state_dict().items()),
+        bool(rank) or torch.rand(3).equal(after),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"placement": "zero-3"}, {"placement": "infinity-nvme"}, {"placement": "zero-2"}, {"placement": "dp"}],
+    ids=lambda options: options["placement"],
+)
+def test_a_model_that_is_built_with_other_seeds_has_the_values_of_the_first_rank(options):
+    assert all(map(all, on_ranks(2, built_with_other_seeds, options)))
+
+
+def built_otherwise(rank: int, how: str) -> tuple[str, str, float]:
+    def build() -> None:
+        with zinf_fx.offloading(placement="zero-3", collective_timeout=SOON):
+            model = Initialised(96 + 64 * rank if how == "shape" else 96)
+            if rank:
+                torch.nn.init.ones_(model.layers[0].weight if how == "write" else model.layers[1].weight)
+            else:
+                torch.nn.init.ones_(model.layers[0].bias)
+
+    return first_error(build)
+
+
+@pytest.mark.parametrize("how", ["shape", "write"])
+def test_ranks_that_build_other_models_are_told(how):
+    for kind, text, seconds in on_ranks(2, built_otherwise, how):
+        assert kind == "RanksError" and "model that is being built" in text and "rank 1" in text
+        assert seconds < 2 * SOON
 
 
 def wide() -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import TypeVar, Unpack
 
 import torch
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -36,8 +38,8 @@ from zinf_fx.quantisation import can_be_quantised, is_table
 from zinf_fx.runtime.memory.host import memory_of_file
 from zinf_fx.runtime.memory.process import pass_through
 from zinf_fx.runtime.ranks import Ranks
-from zinf_fx.runtime.tensor.local_parameter import stored_parameter
-from zinf_fx.runtime.tensor.storage import new_key
+from zinf_fx.runtime.tensor.local_parameter import local_part, stored_parameter
+from zinf_fx.runtime.tensor.storage import new_key, writes_of_first
 from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 from zinf_fx.runtime.tensor.tensor_parallel import check_ranks
 from zinf_fx.runtime.tensor.tiers import Tiers
@@ -57,6 +59,10 @@ def offloading(config: Config | None = None, **options: Unpack[Options]) -> Iter
     writes to the store. So the model is never whole in memory, and its initial values are those of an ordinary
     construction with the same seed. Parameters on the meta device, and lazy ones, stay as they are.
 
+    Of many ranks, all build the same model, in the same order, and get the values of parameters and buffers that the
+    first one has: each parameter is broadcast when it leaves, and again by each eager operation in the block that
+    writes to it then; buffers at the end.
+
     In the block, the environment has HF_DEACTIVATE_ASYNC_LOAD=1 unless it has that variable already: with it,
     transformers reads one tensor of a checkpoint after the other, instead of all of them ahead in threads.
     """
@@ -69,11 +75,12 @@ def offloading(config: Config | None = None, **options: Unpack[Options]) -> Iter
     construction = _Construction(decided_config)
     hooks = [
         register_module_parameter_registration_hook(construction.add_parameter),
+        register_module_buffer_registration_hook(construction.add_buffer),
         register_module_module_registration_hook(construction.add_module),
     ]
     on_nvme = decided_config.own_placement.parameters == "nvme"
     try:
-        with loading_in_turn(), Converting(construction.mapped) if on_nvme else nullcontext():
+        with writes_of_first(), loading_in_turn(), Converting(construction.mapped) if on_nvme else nullcontext():
             yield
         construction.finish()
     finally:
@@ -90,14 +97,17 @@ class _Construction:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._tiers, self._owners = Tiers.of(config), Owners(Ranks.of(config).shards)
+        self._ranks = Ranks.of(config)
+        self._tiers, self._owners = Tiers.of(config), Owners(self._ranks.shards)
         if config.own_placement.parameters == "nvme":
             _ = self._tiers.store  # a directory that can't be used shows before anything is built
         self.mapped = MappedFiles(_MAPPED_AT_ONCE, partial(memory_of_file, config.stores[0]))
         self._names = _Names()
         self._begun_at = new_key()
+        self._numbers = itertools.count()
         # Modules are held weakly, and parameters not at all: Module.to() refuses those that somebody holds weakly.
         self._modules: list[weakref.ref[torch.nn.Module]] = []  # the last is the one that registers parameters now
+        self._with_buffers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # in order
         self._staying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # have such
 
     def add_parameter(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -114,16 +124,24 @@ class _Construction:
             self._store(parameter, module, self._names.of(module, name))
             self.mapped.trim()
 
+    def add_buffer(self, module: torch.nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        """A module registers a buffer, which stays in memory."""
+        del name, buffer
+        self._with_buffers.setdefault(module, next(self._numbers))
+
     def add_module(self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         """A parent takes a module over, whose parameters are complete."""
         self._names.add(parent, name, module)
         for own in module.modules() if module is not None else ():
             self._store_all_of(own)
+            if own._buffers:
+                self._with_buffers.setdefault(own, next(self._numbers))
 
     def finish(self) -> None:
         """Store what is left, and bring together what moves together."""
         self._store_waiting()
         self._tiers.drain()
+        self._take_buffers_of_first()
         modules = _living(self._modules)
         stored = [own for own in _parameters_of(modules) if isinstance(own, StoredTensor) and self._is_of_block(own)]
         bring_together(stored)
@@ -131,6 +149,26 @@ class _Construction:
         warn_of_nothing_quantised(self._config, stored)
         staying = enumerate(filter(stays, _parameters_of(self._staying)), start=1)
         warn_of_staying({f"number {n} of shape {tuple(parameter.shape)}": parameter for n, parameter in staying})
+
+    def _take_buffers_of_first(self) -> None:
+        """Give every rank the first one's buffers. What was thrown away may be there still on some ranks alone, and is
+        left out."""
+        if self._ranks.size == 1:
+            return
+        buffers = dict(self._buffers())
+        by_rank = self._ranks.of_all(list(buffers), "the buffers of models built in offloading()")
+        on_all = set(buffers).intersection(*by_rank)
+        for place, buffer in buffers.items():
+            if place in on_all:
+                self._ranks.broadcast(buffer, f"buffer '{place[1]}'")
+
+    def _buffers(self) -> Iterator[tuple[tuple[int, str, tuple[int, ...]], torch.Tensor]]:
+        """The buffers of the models, each with the number of its module, its name there and its shape."""
+        for module, number in self._with_buffers.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    part = local_part(buffer)
+                    yield (number, name, tuple(part.shape)), part
 
     def _is_of_block(self, parameter: StoredTensor) -> bool:
         """Whether a parameter was stored in this block, with its options, also where Module.to() stored it again."""
@@ -156,6 +194,7 @@ class _Construction:
             return
         check_storable(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         check_ranks(self._config, [parameter])
+        self._ranks.meet(f"a parameter of shape {tuple(parameter.shape)} of a model that is being built")
         config = self._config
         is_looked_up = is_table(module)
         if config.frozen_dtype is not None and can_be_quantised(parameter) and not is_looked_up:

@@ -188,11 +188,14 @@ def _write_through(func: Any, args: tuple, kwargs: dict, mutated: list[Operand])
             raise _refusal(func, tensor, f"give it the shape {tuple(values[id(tensor)].shape)}")
     for tensor in mutated:
         storage = tensor.stored
-        storage.shard.agreed = storage.shard.ranks.size == 1
         base, quantised = bases.pop(storage.key, None), Quantised.of(tensor.views)
-        if base is not None and quantised is not None:
+        if base is None:
+            continue
+        storage.take_first(base)
+        storage.shard.agreed = storage.takes_first or storage.shard.ranks.size == 1
+        if quantised is not None:
             storage.set(quantised_bytes(base, quantised.format, packed.pop(storage.key, None)))
-        elif base is not None:
+        else:
             storage.bytes.written() if storage.in_place and not in_scratch else storage.set(base)
     originals = {id(values[id(tensor)]): tensor for tensor in mutated}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)

@@ -8,6 +8,7 @@ import mmap
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,10 +36,23 @@ SPILLED_FROM = 1 << 20
 
 _keys = itertools.count(1)
 
+_WRITES_OF_FIRST: ContextVar[bool] = ContextVar("zinf_fx_writes_of_first", default=False)
+
 
 def new_key() -> int:
     """Return a key that nothing had yet."""
     return next(_keys)
+
+
+@contextmanager
+def writes_of_first() -> Iterator[None]:
+    """Ranks take the first one's of the values that eager code of this thread writes to stored tensors in the block:
+    all of them run the same writes there. Those that branch on such values, as trunc_normal_ does, go the same way."""
+    token = _WRITES_OF_FIRST.set(True)
+    try:
+        yield
+    finally:
+        _WRITES_OF_FIRST.reset(token)
 
 
 def settle(tiers: Tiers, keys: Collection[int], local_shards: Iterable[LocalShard]) -> None:
@@ -260,6 +274,21 @@ class TensorStorage:
                 raise
             window.store()
         shard.agreed = True
+
+    @property
+    def takes_first(self) -> bool:
+        """Whether what eager code writes is the first rank's: see `writes_of_first`."""
+        return self.shard.ranks.size > 1 and _WRITES_OF_FIRST.get()
+
+    @held_back
+    @torch.no_grad()
+    def take_first(self, value: torch.Tensor) -> None:
+        """Overwrite a `value` of all elements, which eager code is about to write, with the first rank's, if this takes
+        that. Collective then."""
+        if self.takes_first:
+            ranks = self.shard.ranks
+            ranks.meet(f"a write to {self.name} of a model that is being built")
+            ranks.broadcast(value, self.name)
 
     @torch.no_grad()
     def set(self, value: torch.Tensor, offset: int | None = None) -> None:

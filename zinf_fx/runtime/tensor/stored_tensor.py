@@ -254,9 +254,12 @@ class StoredTensor(Checkpointable):
             raise StoredTensorError(f"{what}: make a new parameter instead")
         if self.grad is not None:
             raise StoredTensorError(f"{what} while it has a gradient: set that to None first")
+        if storage.takes_first:
+            value = value.clone()
+            storage.take_first(value)
         with torch.inference_mode(False):
             twin = as_parameter(stored_again(self, value.dtype, self.device, value)).requires_grad_(self.requires_grad)
-        twin.stored.shard.agreed = storage.shard.ranks.size == 1
+        twin.stored.shard.agreed = storage.takes_first or storage.shard.ranks.size == 1
         take_implementation(self, twin)
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
