@@ -280,6 +280,7 @@ class ChunkUpdate:
         self._template = borrow(optimizer, kind, {}, [])
         self._template.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
         self.unscales = getattr(self._template, "grad_scale", None) is not None
+        self._for_kernels: _Lane | None = None
 
     def borrowed(self, options: Group, place: Device) -> Optimizer:
         """Return the class by the options of a group, to run at `place`."""
@@ -311,8 +312,10 @@ class ChunkUpdate:
         self, opened: OpenChunk, count: int, elements: int, scratch: torch.Tensor | None, threads: int
     ) -> None:
         chunk = opened.chunk
-        lanes = [_Lane(self.borrowed, None, threads)]
-        calls = chunk.native_calls(opened.slices, lanes[0].inner)
+        if self._for_kernels is None:
+            self._for_kernels = _Lane(self.borrowed, None, threads)
+        lanes = [self._for_kernels]
+        calls = chunk.native_calls(opened.slices, self._for_kernels.inner)
         if calls is None:
             calls = chunk.calls(opened.slices, elements)
             lanes = self._lanes(chunk, min(count, len(calls)) if self._runs_in_threads else 1, elements, scratch)
