@@ -18,6 +18,7 @@ import zinf_fx
 from zinf_fx.errors import ConfigError, PlanError, StoredTensorError
 from zinf_fx.frontend import capture
 from zinf_fx.frontend.explain import CAN_ISOLATE, plan_model
+from zinf_fx.plan import hardware, packs
 from zinf_fx.plan.plan import Plan
 
 # After a graph break, frames are those of the model's class. Without isolation, as up to torch 2.11, what planning
@@ -54,6 +55,29 @@ def tokens(device: str = "cpu", batch: int = 4) -> torch.Tensor:
 
 def schedules(plans: list[Plan]) -> list[tuple]:
     return [plan.graphs for plan in plans]
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
+def test_a_plan_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch):
+    """It is what a device with memory of its own would have, by the option or by the hardware."""
+    options = {"placement": "infinity-nvme", "device_memory": "1MiB"}
+    here, there = (plan_model(on_meta(), (tokens(),), device=device, **options) for device in ("cpu", "cuda"))
+    assert not here.plans[0].has_own_memory and there.plans[0].has_own_memory
+    assert schedules(plan_model(on_meta(), (tokens(),), **options).plans) == schedules(here.plans)
+    gpu = hardware.load("rtx-4090")
+    for given in ({"hardware": gpu}, {"hardware": gpu, "device": "cuda"}):
+        assert schedules(plan_model(on_meta(), (tokens(),), **given, **options).plans) == schedules(there.plans)
+    of_cpu = plan_model(on_meta(), (tokens(),), hardware=gpu, device="cpu", **options)
+    assert schedules(of_cpu.plans) == schedules(here.plans)
+    assert schedules(plan_model(on_meta(), (tokens(),), **options).plans) == schedules(here.plans)
+    monkeypatch.setattr(packs, "IN_HOST_MEMORY", frozenset())  # as on such a device
+    assert plan_model(on_meta(), (tokens(),), **options).plans == there.plans
+    with pytest.raises(ConfigError, match="device='tpu' is not accepted"):
+        plan_model(on_meta(), (tokens(),), device="tpu", **options)
 
 
 def executed(compiled: Callable, *inputs: object) -> list[Plan]:

@@ -21,6 +21,9 @@ Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Stage = Literal[0, 1, 2, 3]
 
+PlannedDevice = Literal["cpu", "cuda"]
+"""What a plan is for, which need not be here: "cpu" computes in host memory, and "cuda" in memory of its own."""
+
 Patterns = tuple[tuple[str, Tier], ...]
 """Patterns of qualified names, as `fnmatch` has them, each with a tier: the first that matches a name decides."""
 

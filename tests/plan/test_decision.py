@@ -14,6 +14,7 @@ import zinf_fx
 from zinf_fx.config import Config, Placement
 from zinf_fx.errors import BudgetError
 from zinf_fx.frontend.explain import plan_model
+from zinf_fx.placement import PlannedDevice
 from zinf_fx.plan.hardware import Hardware, Link, load
 from zinf_fx.plan.memory.layout import for_own_memory
 from zinf_fx.plan.memory.use import peak_device_bytes, peak_host_bytes, staying_on_device
@@ -61,8 +62,9 @@ def as_options(placement: Placement) -> dict[str, str]:
 
 
 @cache
-def plans(batch: int, placement: Placement) -> Sequence[Plan]:
-    return plan_model(model(), inputs(batch), placement=as_options(placement), prefetch=None, pack=None).plans
+def plans(batch: int, placement: Placement, device: PlannedDevice = "cpu") -> Sequence[Plan]:
+    options = {"placement": as_options(placement), "prefetch": None, "pack": None}
+    return plan_model(model(), inputs(batch), device=device, **options).plans
 
 
 def decision(hardware: Hardware, batch: int = 32, parameters: int = LAYERS, **options: object) -> Decision:
@@ -175,7 +177,7 @@ def test_export_plan_decides_for_the_hardware():
     plan = zinf_fx.export_plan(model(), inputs(32), hardware=hardware, prefetch=None, pack=None)
     placement = plan.config.placement
     assert placement == decision(hardware).placement != Placement()
-    assert [plan] == plans(32, placement)
+    assert [plan] == plans(32, placement, "cuda")
     assert zinf_fx.export_plan(model(), inputs(32)).config.placement == Placement()  # this machine has room
 
 
@@ -190,7 +192,8 @@ def test_ranks_have_their_parts():
 def test_inference_has_nothing_but_parameters_to_place():
     frozen = model().requires_grad_(False)
     with torch.no_grad():
-        found = plan_model(frozen, inputs(8), hardware=machine(device=MODEL_BYTES // 2), prefetch=None).decision
+        hardware = machine(device=MODEL_BYTES // 2)
+        found = plan_model(frozen, inputs(8), hardware=hardware, prefetch=None, pack=None).decision
     assert found.placement == Placement(parameters="host")
 
 

@@ -14,6 +14,7 @@ from zinf_fx.adam import MasterForm, StateForm
 from zinf_fx.arguments import did_you_mean
 from zinf_fx.config import ACTIVATIONS, PRESETS, Compute, FrozenDtype, parse_count, parse_positive
 from zinf_fx.native.engine import provider_names
+from zinf_fx.placement import PlannedDevice
 from zinf_fx.plan import hardware
 from zinf_fx.plan.hardware import THIS_MACHINE
 
@@ -393,6 +394,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     planned = parser.add_argument_group("what is planned")
     planned.add_argument("--inference", action="store_true", help="plan a call under torch.no_grad()")
+    planned.add_argument(
+        "--device",
+        choices=get_args(PlannedDevice),
+        help="what computes, which need not be here: cuda has memory of its own (default: what --hardware has, or else "
+        "the device of the model; of one on the meta device, cpu)",
+    )
     planned.add_argument(
         "--micro-batches",
         metavar="N",

@@ -31,7 +31,7 @@ def plans_of_target(
     """The plans of a TARGET: from a plan file, or as `plans_of_model` makes them. Raises: ZinfError."""
     if not is_plan_file(options.target):
         return plans_of_model(options, timed, hardware)
-    others = {"inference": False, "world_size": 1, "replicas": 1, "state_dtype": None, "master_dtype": None}
+    others = {"inference": False, **_PLANNED}
     if given := [*fields_of(options), *(name for name, default in others.items() if getattr(options, name) != default)]:
         named = ", ".join(given)
         raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
@@ -80,13 +80,13 @@ def is_plan_file(target: str) -> bool:
 
 @contextmanager
 def planning_target(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A block that plans the TARGET for the ranks and the optimizer's states that it gets.
+    """A block that plans the TARGET for the ranks, the optimizer's states and the device that it gets.
 
     Raises: ZinfError for whatever can't be planned.
     """
     doing = f"planning {options.target} on its example inputs"
     with running(doing), torch.no_grad() if options.inference else nullcontext():
-        yield {name: getattr(options, name) for name in ("world_size", "replicas", "state_dtype", "master_dtype")}
+        yield {name: getattr(options, name) for name in _PLANNED}
 
 
 def _placement(text: str) -> str | dict[str, object]:
@@ -124,6 +124,9 @@ def _number_or_word(text: str) -> int | str:
     """The value of an option that accepts words, too: `Config` knows which."""
     return int(text) if text.isdecimal() and len(text) < 19 else text
 
+
+# Of what is planned besides the options of Config, with what each is where it isn't given.
+_PLANNED = {"world_size": 1, "replicas": 1, "state_dtype": None, "master_dtype": None, "device": None}
 
 # What makes an option's value of its text.
 _READ: dict[str, Callable[[str], object]] = {

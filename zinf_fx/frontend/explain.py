@@ -38,8 +38,9 @@ from zinf_fx.frontend.parameters import (
     stays,
     stored_among,
 )
-from zinf_fx.placement import PlacementRules
+from zinf_fx.placement import PlacementRules, PlannedDevice
 from zinf_fx.plan.hardware import Hardware
+from zinf_fx.plan.packs import planning_elsewhere
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
@@ -60,6 +61,7 @@ F = TypeVar("F", bound=str)
 class PlanningOptions(Options, total=False):
     """The options of `explain` and `export_plan`: see `plan_model`."""
 
+    device: PlannedDevice | None
     state_dtype: torch.dtype | StateForm | None
     master_dtype: torch.dtype | MasterForm | None
 
@@ -93,16 +95,17 @@ def export_plan(
     `Plan.save(path)`, then `torch.compile(model, backend="zinf", options={"plan": path})`.
 
     Needs no store, GPU or weights: the model may be on the meta device, and is neither changed nor run. Forward and
-    backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU.
+    backward, or inference alone under `torch.no_grad()`. What is on the meta device is planned for the CPU, or for the
+    `device` or `hardware` that is given.
 
     Args:
-        config, fields: the options to plan with, as for `zinf_fx.offload`; and `state_dtype` and `master_dtype`,
-            as of the optimizer.
+        config, fields: the options to plan with, as for `zinf_fx.offload`; `state_dtype` and `master_dtype`, as of the
+            optimizer; and `device`, "cpu" or "cuda", which computes and need not be here.
         world_size: ranks that train together.
         replicas: groups that they divide into, each of which has all model states, as with a two-dimensional mesh.
-        hardware: what `placement="auto"` decides for; default this machine, at nominal rates. Other choices
-            (`activations="auto"`) are weighed with its rates; default those that are measured here, where the store is
-            there if they depend on it, and else nominal ones.
+        hardware: what is planned for, and what `placement="auto"` decides for; default this machine, at nominal rates.
+            Other choices (`activations="auto"`) are weighed with its rates; default those that are measured here, where
+            the store is there if they depend on it, and else nominal ones.
 
     Raises: ConfigError for bad options; BudgetError when a budget is too small; PlanError when the model can't be
     captured as one graph that uses parameters; StoredTensorError for a parameter that can't be stored.
@@ -169,6 +172,7 @@ def plan_model(
     hardware: Hardware | None = None,
     state_dtype: torch.dtype | StateForm | None = None,
     master_dtype: torch.dtype | MasterForm | None = None,
+    device: PlannedDevice | None = None,
     **fields: Unpack[Options],
 ) -> Planning:
     """The plans of `model(*example_inputs)` (a mapping: keyword arguments) for `world_size` ranks. What is partitioned
@@ -181,6 +185,9 @@ def plan_model(
     for. `hardware`: what "auto" decides for, and the rates that it weighs choices with; default this machine, at rates
     that are nominal, and measured ones for activations. `state_dtype`: what Adam's moments are to be kept in, and
     `master_dtype` masters of bf16 parameters; default as the optimizer that the parameters have keeps them, if any.
+    `device`: what computes, which need not be here: "cuda" has memory of its own, to which everything is copied, and
+    "cpu" computes in host memory. Default: what `hardware` has, if that is given, else the device of the parameters; of
+    those on the meta device, the CPU. Operators are captured as for the device of the parameters.
 
     Raises: ConfigError for bad options, ones that contradict how the model was offloaded, and regions that are to be
     timed without a compiler; StoredTensorError for a parameter that can't be stored; PlanError when a budget is too
@@ -216,7 +223,7 @@ def plan_model(
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     placed = Config.of(in_force, {"placement": "nvme"}) if decides else in_force
-    with no_search_for_cycles():
+    with no_search_for_cycles(), planning_elsewhere(_has_own_memory(device, hardware)):
         graphs = captured_graphs(model, example_inputs, placed, groups, rates, form, master)
         decision = None
         if decides:
@@ -234,6 +241,15 @@ def plan_model(
         divisions,
         list(_timed(planned)) if timed else [],
     )
+
+
+def _has_own_memory(device: PlannedDevice | None, hardware: Hardware | None) -> bool:
+    """Whether a plan is for a device with memory of its own, wherever the parameters are. Raises: ConfigError."""
+    if device not in (None, *get_args(PlannedDevice)):
+        raise ConfigError(f"device={shortened(device)} is not accepted; give 'cpu' or 'cuda'")
+    if device is None:
+        return hardware is not None and not hardware.unified
+    return device != "cpu"
 
 
 def captured_graphs(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
@@ -15,6 +17,8 @@ from zinf_fx.sizes import blocks
 
 # PyTorch's types of devices that compute in host memory.
 IN_HOST_MEMORY = frozenset({"cpu"})
+# Whether what is planned is to compute on a device with memory of its own, though it is captured on one without.
+_ELSEWHERE: ContextVar[bool] = ContextVar("planned for a device that isn't here", default=False)
 # Bytes of a pack, by default: one request of the engine moves so many. A device with memory of its own copies so many
 # in a tenth of a millisecond, which is less than a copy's work for the host.
 _LARGEST = 4 << 20
@@ -54,7 +58,17 @@ def in_packs(candidates: Iterable[tuple[K, Hashable, int]], limit: int) -> list[
 
 def has_own_memory(device: str) -> bool:
     """Whether what computes on devices of a type computes in memory of their own, to which tiles are copied."""
-    return device not in IN_HOST_MEMORY
+    return device not in IN_HOST_MEMORY or _ELSEWHERE.get()
+
+
+@contextmanager
+def planning_elsewhere(own_memory: bool) -> Iterator[None]:
+    """Open a block that plans for another device than it captures on. `own_memory`: that has memory of its own."""
+    token = _ELSEWHERE.set(own_memory)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
 
 
 def moves(tier: Tier | None, device: str) -> bool:
