@@ -28,17 +28,17 @@ def rows(*names: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_table_4():
-    found = rows("5T", "10T", "20T")
-    for row in found.values():
+    by_size = rows("5T", "10T", "20T")
+    for row in by_size.values():
         least, most, actual = row["printed"]
         assert abs(row["least"] / least - 1) < 0.1 and abs(row["most"] / most - 1) < 0.1
         assert row["waits_for"] == "link"
         # Seconds that add up are less than shares of different wholes that do: a step is faster than section 7.7 says.
         assert row["off"] > row["least"] and row["on"] > row["most"]
         assert row["off"] < actual * 1.05 and row["on"] > actual
-    assert found["5T"]["waited"] < found["10T"]["waited"] < found["20T"]["waited"]  # the smaller the batch
+    assert by_size["5T"]["waited"] < by_size["10T"]["waited"] < by_size["20T"]["waited"]  # the smaller the batch
     for name in ("5T", "10T"):
-        assert abs(found[name]["on"] / found[name]["printed"][1] - 1) < 0.1
+        assert abs(by_size[name]["on"] / by_size[name]["printed"][1] - 1) < 0.1
 
 
 @pytest.mark.slow

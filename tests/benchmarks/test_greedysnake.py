@@ -21,12 +21,12 @@ OPTIONS = ["--micro-batches", "3", "--context", "16", "--drives", "1", "4"]
 
 @pytest.mark.slow
 def test_moving_once_takes_less_than_a_loop_and_a_step_extends_to_any_depth() -> None:
-    one, four = simulated(SMALL, "nvme", 1, greedysnake.parser().parse_args(OPTIONS))
-    assert one["ratio"] > 1.2 and one["loop_waits"].startswith("disk")
-    assert four["vertical"] < one["vertical"] and four["loop"] < one["loop"]
+    single, four = simulated(SMALL, "nvme", 1, greedysnake.parser().parse_args(OPTIONS))
+    assert single["ratio"] > 1.2 and single["loop_waits"].startswith("disk")
+    assert four["vertical"] < single["vertical"] and four["loop"] < single["loop"]
     plan = plan_of(SMALL, SMALL.layers, "nvme", 1, 1, 16)
     whole = simulate_plan(plan, with_drives(load("a100"), 1), accumulate=3)
-    assert one["loop"] == pytest.approx(whole.seconds, rel=0.02)
+    assert single["loop"] == pytest.approx(whole.seconds, rel=0.02)
 
 
 def test_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

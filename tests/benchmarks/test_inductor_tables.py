@@ -28,8 +28,8 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_errors_are_relative_to_the_largest_element() -> None:
-    found, expected = [torch.tensor([1.0, 3.0])], [torch.tensor([2.0, 4.0])]
-    assert inductor.largest_error(found, expected) == 0.25
+    results, expected = [torch.tensor([1.0, 3.0])], [torch.tensor([2.0, 4.0])]
+    assert inductor.largest_error(results, expected) == 0.25
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,20 @@ def launch(free: float, ready: float, start: float, end: float) -> Launch:
 def test_waiting_is_divided_by_what_for():
     """The device is free from 1 on, the program begins at 2; a copy comes at 5, and the second launch 1.5 late."""
     launches = [launch(1, 5, 5, 6), launch(6, 6, 7.5, 9), launch(9, 9.5, 9.5, 10)]
-    found = launch_gaps.Pass("forward", launches, 2, 3.0, {})
-    assert (found.kernels, found.seconds) == (3, 8)
-    assert (found.awaiting_copies, found.awaiting_program) == (3.5, 1.5)
-    assert found.busy == pytest.approx(3 / 4.5)
+    measured = launch_gaps.Pass("forward", launches, 2, 3.0, {})
+    assert (measured.kernels, measured.seconds) == (3, 8)
+    assert (measured.awaiting_copies, measured.awaiting_program) == (3.5, 1.5)
+    assert measured.busy == pytest.approx(3 / 4.5)
     awaited = [(4.0, 5.5), (6.5, 7.25)]  # the optimizer, in part while a copy came
-    found = launch_gaps.Pass("forward", launches, 2, 3.0, {}, awaited)
-    assert (found.awaiting_copies, found.awaiting_optimizer, found.awaiting_program) == (3.5, 0.75, 0.75)
+    measured = launch_gaps.Pass("forward", launches, 2, 3.0, {}, awaited)
+    assert (measured.awaiting_copies, measured.awaiting_optimizer, measured.awaiting_program) == (3.5, 0.75, 0.75)
 
 
 def test_a_device_of_a_node_has_its_share():
     node = load("dgx-h100")
-    found = launch_gaps.one_device(node)
-    assert found.ranks == 1 and found.device == node.device
-    assert 8 * found.nvme.read == node.nvme.read and 8 * found.host.write == node.host.write
+    share = launch_gaps.one_device(node)
+    assert share.ranks == 1 and share.device == node.device
+    assert 8 * share.nvme.read == node.nvme.read and 8 * share.host.write == node.host.write
 
 
 def options(**given: object) -> Namespace:
@@ -74,10 +74,10 @@ def test_a_step_that_reads_from_a_disk(tmp_path: Path):
     hardware = launch_gaps.one_device(load("dgx-h100"))
     ((forward, backward),), predicted = launch_gaps.run("infinity-nvme", args, hardware)
     read = 2 * (2 * 128256 * 4096 + 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / hardware.nvme.read
-    for one in (forward, backward):
-        assert one.kernels < one.seconds and 0 < len(one.launches) * hardware.launch < one.program
-        row = launch_gaps.row("infinity-nvme", [one], predicted[one.kind])
-        assert row["pass"] == one.kind and row["simulated s"] > 0
+    for measured in (forward, backward):
+        assert measured.kernels < measured.seconds and 0 < len(measured.launches) * hardware.launch < measured.program
+        row = launch_gaps.row("infinity-nvme", [measured], predicted[measured.kind])
+        assert row["pass"] == measured.kind and row["simulated s"] > 0
     # The table of tokens is read in the pass before.
     assert read / 3 < forward.waited["reads"] < forward.awaiting_copies + forward.program < 1.5 * read
     assert predicted["forward"] == pytest.approx(read, rel=0.2)

@@ -27,8 +27,8 @@ def printed(capsys: pytest.CaptureFixture[str], store: Path, *arguments: str) ->
 
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = json.loads(printed(capsys, tmp_path, "--json"))["rows"]
-    rows = [row for row in found if not row["optimizer"].startswith("DeepSpeed")]
+    all_rows = json.loads(printed(capsys, tmp_path, "--json"))["rows"]
+    rows = [row for row in all_rows if not row["optimizer"].startswith("DeepSpeed")]
     assert [(row["dtype"], "NVMe" in row["optimizer"]) for row in rows] == [
         ("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False),
     ]  # fmt: skip

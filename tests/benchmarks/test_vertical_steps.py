@@ -25,9 +25,10 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert vertical.main([*TINY, *ZINF_AND_MEMORY, "--counts", "3", "--store", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["way"] for row in rows] == ["vertical", "horizontal", "in memory"]
-    one, each, memory = rows
-    assert one["bytes_per_parameter"] < each["bytes_per_parameter"]  # what moves moves once, or three times
-    assert memory["bytes_per_parameter"] is None and memory["to_memory"] == each["to_horizontal"] == 1
+    in_vertical, in_horizontal, memory = rows
+    # What moves moves once, or three times.
+    assert in_vertical["bytes_per_parameter"] < in_horizontal["bytes_per_parameter"]
+    assert memory["bytes_per_parameter"] is None and memory["to_memory"] == in_horizontal["to_horizontal"] == 1
     lines = vertical.table(rows).splitlines()
     assert [line.split()[:2] for line in lines[-3:]] == [["3", "vertical"], ["3", "horizontal"], ["3", "in"]]
 
@@ -36,9 +37,9 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_deepspeed_takes_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--ways", "vertical", "DeepSpeed", "--counts", "2", "--store", str(tmp_path), "--json"]
     assert vertical.main([*TINY, *chosen]) == 0
-    one, other = json.loads(capsys.readouterr().out)["rows"]
-    assert one["to_deepspeed"] == other["seconds"] / one["seconds"] and other["to_deepspeed"] == 1
-    assert "to_memory" not in one and other["seconds"] > 0
+    ours, other = json.loads(capsys.readouterr().out)["rows"]
+    assert ours["to_deepspeed"] == other["seconds"] / ours["seconds"] and other["to_deepspeed"] == 1
+    assert "to_memory" not in ours and other["seconds"] > 0
     assert not list(tmp_path.glob("deepspeed-*"))
 
 
@@ -115,14 +116,14 @@ def test_a_prediction_is_of_the_machine_before_and_after_a_turn(
     monkeypatch.setattr(vertical, "Training", Training)
     chosen = [*ZINF_AND_MEMORY, "--simulate", "--counts", "2", "--store", str(tmp_path), "--json"]
     assert vertical.main([*TINY, *chosen]) == 0
-    one, each, memory = json.loads(capsys.readouterr().out)["rows"]
+    in_vertical, in_horizontal, memory = json.loads(capsys.readouterr().out)["rows"]
     assert happened == [
         "vertical, simulated", "vertical", "vertical, simulated",
         "horizontal, simulated", "horizontal", "horizontal, simulated",
         "in memory",
     ]  # fmt: skip
-    assert (one["simulated"], each["simulated"]) == (2, 20) and "simulated" not in memory
-    assert (one["simulated_to_measured"], each["simulated_to_measured"]) == (0.5, 5)
+    assert (in_vertical["simulated"], in_horizontal["simulated"]) == (2, 20) and "simulated" not in memory
+    assert (in_vertical["simulated_to_measured"], in_horizontal["simulated_to_measured"]) == (0.5, 5)
 
 
 def test_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

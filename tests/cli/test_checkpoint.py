@@ -75,8 +75,13 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_list_of_one_as_json(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["checkpoint", "list", str(run / "best"), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["path"] == str(run / "best") and found["step"] == 2 and found["ranks"] == 1 and found["damage"] is None
+    (described,) = json.loads(capsys.readouterr().out)
+    assert (
+        described["path"] == str(run / "best")
+        and described["step"] == 2
+        and described["ranks"] == 1
+        and described["damage"] is None
+    )
 
 
 def test_nothing_to_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -97,20 +102,20 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]):
     assert re.search(r'^note +"a trial"$', out, re.MULTILINE) and re.search(r"^rates +\[0.5, 1\]$", out, re.MULTILINE)
     assert re.search(r"^model/0\.weight +float32 +\[70, 80\] +21\.9 KiB$", out, re.MULTILINE)
     assert main(["checkpoint", "inspect", str(run / "best"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["values"] == {"note": "a trial", "rates": [0.5, 1], "step": 2}
-    assert found["same"] == {"model/tied.weight": "model/0.weight", "model/tied.bias": "model/0.bias"}
-    assert {"name": "model/count", "dtype": "int64", "shape": [3], "nbytes": 24} in found["tensors"]
+    described = json.loads(capsys.readouterr().out)
+    assert described["values"] == {"note": "a trial", "rates": [0.5, 1], "step": 2}
+    assert described["same"] == {"model/tied.weight": "model/0.weight", "model/tied.bias": "model/0.bias"}
+    assert {"name": "model/count", "dtype": "int64", "shape": [3], "nbytes": 24} in described["tensors"]
 
 
 def test_pieces_are_looked_at_once_for_all_files(run: Path, monkeypatch: pytest.MonkeyPatch):
     whole = manifest_of(run / "best")
     (of_store,) = (file for file in whole.files if file.of_store)
-    several = replace(whole, files=(*whole.files, *(replace(of_store, path=f"{of_store.path}{n}") for n in range(9))))
+    extended = replace(whole, files=(*whole.files, *(replace(of_store, path=f"{of_store.path}{n}") for n in range(9))))
     looks, pieces = [], Manifest.pieces
     monkeypatch.setattr(Manifest, "pieces", lambda manifest: (looks.append(manifest), pieces(manifest))[1])
-    assert [several.taken_of(file) for file in several.files] == [*map(whole.taken_of, whole.files), *[0] * 9]
-    assert several.content_of(of_store.path) and len(looks) == 2  # of each manifest
+    assert [extended.taken_of(file) for file in extended.files] == [*map(whole.taken_of, whole.files), *[0] * 9]
+    assert extended.content_of(of_store.path) and len(looks) == 2  # of each manifest
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -120,11 +125,11 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]):
     name = damage(run / "best")
     (run / "step-00000001" / "manifest.json").write_text("{}")
     assert main(["checkpoint", "verify", str(run), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found[str(run / "step-00000002")] == []
-    (of_best,) = found[str(run / "best")]
+    damages = json.loads(capsys.readouterr().out)
+    assert damages[str(run / "step-00000002")] == []
+    (of_best,) = damages[str(run / "best")]
     assert f"{name} is damaged: the " in of_best and "have another checksum" in of_best
-    assert "manifest.json is damaged" in found[str(run / "step-00000001")][0]
+    assert "manifest.json is damaged" in damages[str(run / "step-00000001")][0]
     assert main(["checkpoint", "verify", str(run / "best")]) == 1
     assert capsys.readouterr().out.startswith(f"{run / 'best'}: DAMAGED\n  ")
 
@@ -133,9 +138,9 @@ def test_convert(made: tuple[Path, dict[str, torch.Tensor]], run: Path, capsys: 
     target = run / "weights"
     assert main(["checkpoint", "convert", str(run / "best"), "-o", str(target)]) == 0
     assert capsys.readouterr().out.startswith(f"{target / 'model.safetensors'}: 4")
-    found, expected = load_file(target / "model.safetensors"), made[1]
-    assert found.keys() == {"0.weight", "0.bias", "1.weight", "count"}
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    converted, expected = load_file(target / "model.safetensors"), made[1]
+    assert converted.keys() == {"0.weight", "0.bias", "1.weight", "count"}
+    assert all(torch.equal(value, expected[name]) for name, value in converted.items())
     model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 80, bias=False))
     model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     zinf_fx.load_safetensors(model, target)

@@ -38,8 +38,8 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
-def found(store: Path, subject: str) -> Finding:
-    (finding,) = [one for one in diagnose(store) if one.subject == subject]
+def find(store: Path, subject: str) -> Finding:
+    (finding,) = [candidate for candidate in diagnose(store) if candidate.subject == subject]
     return finding
 
 
@@ -79,7 +79,7 @@ def test_a_default_store_that_can_not_be_made_is_a_problem(
 
 def test_what_is_no_directory_is_a_problem(store: Path):
     (store / "file").touch()
-    assert any(one.status == "problem" and one.fix for one in diagnose(store / "file"))
+    assert any(finding.status == "problem" and finding.fix for finding in diagnose(store / "file"))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_is_no_directory_is_a_problem(store: Path):
 def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeypatch: pytest.MonkeyPatch):
     system = FileSystem(kind, "source", "key", 1 << 40, 1 << 41)
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
-    finding = found(store, "file system")
+    finding = find(store, "file system")
     assert (finding.status, said is None or said in finding.found) == ("ok" if said is None else "warning", True)
     assert (finding.fix is None) == (said is None)
 
@@ -96,7 +96,7 @@ def test_kinds_of_file_systems(store: Path, kind: str, said: str | None, monkeyp
 def test_little_space(store: Path, monkeypatch: pytest.MonkeyPatch):
     system = FileSystem("ext4", "source", "key", 1 << 30, 1 << 41)
     monkeypatch.setattr(module, "file_system_of", lambda directory: system)
-    assert "ZINF_STORE" in (found(store, "free space").fix or "")
+    assert "ZINF_STORE" in (find(store, "free space").fix or "")
 
 
 def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -105,11 +105,11 @@ def test_limits_of_the_kernel(store: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "AIO_NR", tmp_path / "nr")
     monkeypatch.setattr(module, "AIO_MAX", tmp_path / "max")
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "thp")
-    assert found(store, "kernel AIO").fix == "sudo sysctl -w fs.aio-max-nr=131072"
-    assert (found(store, "huge pages").fix or "").startswith("echo madvise | sudo tee ")
+    assert find(store, "kernel AIO").fix == "sudo sysctl -w fs.aio-max-nr=131072"
+    assert (find(store, "huge pages").fix or "").startswith("echo madvise | sudo tee ")
     monkeypatch.setattr(module, "AIO_NR", tmp_path / "absent")
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "absent")
-    assert {found(store, subject).status for subject in ("kernel AIO", "huge pages")} == {"warning"}
+    assert {find(store, subject).status for subject in ("kernel AIO", "huge pages")} == {"warning"}
 
 
 MACHINES = {
@@ -132,16 +132,16 @@ def test_more_threads_than_the_process_may_keep_busy(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for module_of in (module, threads):
         monkeypatch.setattr(module_of, "processors", lambda: machine)
-    finding = found(store, "processors")
+    finding = find(store, "processors")
     assert said in finding.found
     assert (finding.status, finding.fix) == ("ok", None) if fix == "ok" else fix in (finding.fix or "")
 
 
 def test_memory_of_several_nodes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "processors", lambda: Processors(16, 8, (1,)))
-    assert found(store, "NUMA nodes") == Finding("NUMA nodes", "ok", "1 (node 1)")
+    assert find(store, "NUMA nodes") == Finding("NUMA nodes", "ok", "1 (node 1)")
     monkeypatch.setattr(module, "processors", lambda: Processors(16, 8, (0, 1)))
-    finding = found(store, "NUMA nodes")
+    finding = find(store, "NUMA nodes")
     assert finding.status == "warning" and finding.found.startswith("2 (nodes 0, 1): ")
     assert "--interleave=all" in (finding.fix or "") and "--cpunodebind" in (finding.fix or "")
 
@@ -150,7 +150,7 @@ def test_the_limit_on_file_sizes(store: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
     try:
-        finding = found(store, "file size")
+        finding = find(store, "file size")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert finding.status == "warning" and "1.0 GiB" in finding.found and finding.fix
@@ -168,9 +168,9 @@ def test_a_store_that_is_too_small_even_to_probe(store: Path):
 
 def test_a_downgrade_is_explained(store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ZINF_IO_PROVIDER", "buffered")
-    assert found(store, "provider").status == "warning"
+    assert find(store, "provider").status == "warning"
     monkeypatch.setenv("ZINF_IO_PROVIDER", "threads")
-    assert found(store, "provider").fix
+    assert find(store, "provider").fix
 
 
 def test_orphans(store: Path):
@@ -180,14 +180,14 @@ def test_orphans(store: Path):
     )
     run(program, store)
     assert len(list(store.iterdir())) == 1
-    assert found(store, "orphans").fix == f"zinf-fx clean {store}"
+    assert find(store, "orphans").fix == f"zinf-fx clean {store}"
     assert len(list(store.iterdir())) == 1, "doctor removes nothing"
 
 
 def test_the_measured_profile(store: Path):
-    assert found(store, "measured").fix == f"zinf-fx bench-io {store}"
+    assert find(store, "measured").fix == f"zinf-fx bench-io {store}"
     store_profile(store, Profile(3 << 30, 6 << 30, 4 << 30, "aio", 8, 4 << 20, 1.0))
-    assert "read 3.00 GiB/s" in found(store, "measured").found
+    assert "read 3.00 GiB/s" in find(store, "measured").found
 
 
 def test_a_named_store_that_is_missing_is_not_made(

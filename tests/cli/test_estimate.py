@@ -85,11 +85,11 @@ def test_wanted_efficiencies_and_placements(capsys: pytest.CaptureFixture[str]):
 def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]):
     options = [*SMALL, "--placement", "infinity-nvme", "--save-every", "7.5", "--keep", "2"]
     assert "CHECKPOINTS ON DISK, every 7.5 minutes, 2 kept\n" in text(capsys, *options)
-    found = data(capsys, *options)["saves"]
+    saves = data(capsys, *options)["saves"]
     by_dtype = {"parameters": {"float16": 2 * PARAMETERS}, "states": {"float32": 12 * PARAMETERS}}
-    assert found["of_one"] == {**by_dtype, "in_store": 14 * PARAMETERS}
-    assert (found["every"], found["kept"]) == (450, 2)
-    copied, by_generations = found["copied"], found["by_generations"]
+    assert saves["of_one"] == {**by_dtype, "in_store": 14 * PARAMETERS}
+    assert (saves["every"], saves["kept"]) == (450, 2)
+    copied, by_generations = saves["copied"], saves["by_generations"]
     assert (copied["written"], copied["on_disk"]) == (14 * PARAMETERS, 3 * 14 * PARAMETERS)
     assert (by_generations["written"], by_generations["on_disk"]) == (0, 2 * 14 * PARAMETERS)
     assert copied["days"] == pytest.approx(56e15 / (14 * PARAMETERS * 192))
@@ -100,11 +100,11 @@ def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.usefixtures("one")
 def test_a_target(capsys: pytest.CaptureFixture[str]):
-    found = data(capsys, GPT, "--hardware", "dgx-a100", "--placement", "infinity-nvme")
-    assert found["workload"]["parameters"] == 842_496 and found["workload"]["dtype"] == "float32"
-    assert found["states"] == {"parameters": 4 * 842_496, "gradients": 4 * 842_496, "optimizer": 8 * 842_496}
-    assert found["chosen"] == "infinity-nvme"
-    assert found["workload"]["recomputes"] is False
+    printed = data(capsys, GPT, "--hardware", "dgx-a100", "--placement", "infinity-nvme")
+    assert printed["workload"]["parameters"] == 842_496 and printed["workload"]["dtype"] == "float32"
+    assert printed["states"] == {"parameters": 4 * 842_496, "gradients": 4 * 842_496, "optimizer": 8 * 842_496}
+    assert printed["chosen"] == "infinity-nvme"
+    assert printed["workload"]["recomputes"] is False
 
 
 @pytest.mark.usefixtures("one")
@@ -112,12 +112,12 @@ def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
     two_layers = [*SMALL, "--layers", "2"]
     plain = data(capsys, *two_layers)
     options = ("--checkpoint-interval", "2", "--dtype", "float32", "--optimizer-bytes", "16")
-    found = data(capsys, *two_layers, *options)
+    printed = data(capsys, *two_layers, *options)
     assert plain["workload"]["dtype"] == "float16"  # the DGX-2's
-    assert (found["workload"]["dtype"], found["states"]["optimizer"]) == ("float32", 2 * 16 * PARAMETERS)
+    assert (printed["workload"]["dtype"], printed["states"]["optimizer"]) == ("float32", 2 * 16 * PARAMETERS)
     # Two layers are one segment, and the last one is never computed again.
-    assert found["predictions"][0]["work"] > 0.8 * plain["predictions"][0]["work"]
-    assert found["predictions"][0]["saved_for_backward"] > 2 * plain["predictions"][0]["saved_for_backward"]
+    assert printed["predictions"][0]["work"] > 0.8 * plain["predictions"][0]["work"]
+    assert printed["predictions"][0]["saved_for_backward"] > 2 * plain["predictions"][0]["saved_for_backward"]
 
 
 # The hardware
@@ -127,13 +127,13 @@ def test_options_of_the_model(capsys: pytest.CaptureFixture[str]):
 def test_options_of_the_hardware(capsys: pytest.CaptureFixture[str]):
     sizes = ("--nodes=2", "--gpus-per-node=3", "--device-memory=1GiB", "--host-memory=2GiB", "--nvme=3TB")
     rates = ("--nvme-bandwidth=4GB/s,5GB/s", "--host-bandwidth=6GB", "--link-bandwidth=7GB/s", "--peak=8.5")
-    found = data(capsys, *SMALL, *sizes, *rates, "--endurance=1.5PB")["hardware"]
-    assert (found["nodes"], found["ranks_per_node"]) == (2, 3)
-    assert [found[tier]["capacity"] for tier in ("device", "host", "nvme")] == [1 << 30, 2 << 30, 3 * 10**12]
-    assert (found["nvme"]["read"], found["nvme"]["write"], found["nvme"]["endurance"]) == (4e9, 5e9, 15 * 10**14)
-    assert found["upload"]["bandwidth"] == found["download"]["bandwidth"] == 6e9
-    assert found["in_node"]["bandwidth"] == found["between_nodes"]["bandwidth"] == 7e9
-    assert (found["peak"]["float16"], found["achievable"]) == (8.5e12, 1.0)
+    machine = data(capsys, *SMALL, *sizes, *rates, "--endurance=1.5PB")["hardware"]
+    assert (machine["nodes"], machine["ranks_per_node"]) == (2, 3)
+    assert [machine[tier]["capacity"] for tier in ("device", "host", "nvme")] == [1 << 30, 2 << 30, 3 * 10**12]
+    assert (machine["nvme"]["read"], machine["nvme"]["write"], machine["nvme"]["endurance"]) == (4e9, 5e9, 15 * 10**14)
+    assert machine["upload"]["bandwidth"] == machine["download"]["bandwidth"] == 6e9
+    assert machine["in_node"]["bandwidth"] == machine["between_nodes"]["bandwidth"] == 7e9
+    assert (machine["peak"]["float16"], machine["achievable"]) == (8.5e12, 1.0)
 
 
 @pytest.mark.usefixtures("one")
@@ -190,14 +190,14 @@ def test_more_of_this_machine_needs_a_link(capsys: pytest.CaptureFixture[str], m
 
 @pytest.mark.usefixtures("one")
 def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]):
-    found = data(capsys, *SMALL, "--efficiency", "0.5", "--placement", "infinity-nvme")
-    assert found["chosen"] == "infinity-nvme"
-    (chosen,) = [one for one in found["predictions"] if one["preset"] == "infinity-nvme"]
+    printed = data(capsys, *SMALL, "--efficiency", "0.5", "--placement", "infinity-nvme")
+    assert printed["chosen"] == "infinity-nvme"
+    (chosen,) = [prediction for prediction in printed["predictions"] if prediction["preset"] == "infinity-nvme"]
     assert chosen["fits"] and chosen["exceeded"] == [] and chosen["activations"] == "device" and chosen["tiles"] == 1
     assert chosen["flops_serial"] * chosen["serial"] == pytest.approx(chosen["work"])
     assert chosen["serial"] == pytest.approx(sum(chosen["seconds"].values()))
     assert chosen["disk_written"] >= 14 * PARAMETERS  # in blocks
-    assert {tuple(need["bandwidths"]) for need in found["needs"]} == {("0.5",)}
+    assert {tuple(need["bandwidths"]) for need in printed["needs"]} == {("0.5",)}
 
 
 # Errors

@@ -37,8 +37,8 @@ def machine(tmp_path: Path):
     def described(device: str = "24GiB", host: str = "64GiB", nvme: str = "2TB", unified: bool = False) -> str:
         text = files(hardware).joinpath("rtx-4090.toml").read_text()
         for section, old, new in (("device", "24GiB", device), ("host", "64GiB", host), ("nvme", "2TB", nvme)):
-            before, found, behind = text.partition(f"[{section}]")
-            text = before + found + behind.replace(f'capacity = "{old}"', f'capacity = "{new}"', 1)
+            before, header, behind = text.partition(f"[{section}]")
+            text = before + header + behind.replace(f'capacity = "{old}"', f'capacity = "{new}"', 1)
         path = tmp_path / "machine.toml"
         path.write_text(f"unified = {str(unified).lower()}\n{text}")
         return str(path)
@@ -66,16 +66,16 @@ def test_a_simulated_step_fits_or_not(
     path, plan = plans[placement]
     asked = ["simulate", str(path), "--hardware", machine(**memories)]
     assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [tier for tier, one in found["memory"].items() if not one["fits"]] == too_small
-    assert found["fits"] is (not too_small)
+    printed = json.loads(capsys.readouterr().out)
+    assert [tier for tier, memory in printed["memory"].items() if not memory["fits"]] == too_small
+    assert printed["fits"] is (not too_small)
     values = max(operator.values for graph in plan.graphs for operator in graph.operators)
-    assert found["memory"]["device"]["values"] == values > 0
-    assert found["memory"]["device"]["needed"] > values
+    assert printed["memory"]["device"]["values"] == values > 0
+    assert printed["memory"]["device"]["needed"] > values
     unified = memories.get("unified", False)
-    assert ("host" in found["memory"]) is not unified
+    assert ("host" in printed["memory"]) is not unified
     if not unified:
-        assert found["memory"]["host"]["needed"] == peak_host_bytes(plan)
+        assert printed["memory"]["host"]["needed"] == peak_host_bytes(plan)
     assert main(asked) == 0
     text = capsys.readouterr().out
     assert ("It fits." in text) is (not too_small)
@@ -105,8 +105,8 @@ def test_an_exported_plan_takes_the_time_of_its_model(tmp_path: Path, capsys: py
     given, name = ["--placement", "nvme", "--host-memory", "1MiB", "--world-size", "16"], "dgx-2"
     assert main(["export-plan", TARGET, "-o", str(tmp_path / "plan.json"), "--hardware", name, *given]) == 0
     capsys.readouterr()
-    found = []
+    figures = []
     for target in ([str(tmp_path / "plan.json")], [TARGET, *given]):
         assert main(["simulate", *target, "--hardware", name, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
+        figures.append(json.loads(capsys.readouterr().out))
+    assert figures[0] == figures[1]

@@ -45,11 +45,11 @@ assert "zinf" in torch._dynamo.list_backends(exclude_tags=())
 
 
 def run(program: str, *arguments: str) -> str:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_help_of_every_command_takes_no_torch() -> None:
@@ -85,7 +85,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 def test_examples_in_the_help_are_accepted() -> None:
     (commands,) = parser()._subparsers._group_actions
-    examples = [line.split() for one in commands.choices.values() for line in one.epilog.splitlines()[1:]]
+    examples = [line.split() for command in commands.choices.values() for line in command.epilog.splitlines()[1:]]
     assert {words[1] for words in examples} == set(COMMANDS)
     for program, *words in examples:
         assert program == "zinf-fx" and parser().parse_args(words)

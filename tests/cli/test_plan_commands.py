@@ -83,8 +83,8 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     assert "on RTX 4090 desktop, batch 4, simulated" in text and "TFLOP/s per device" in text and "disk" in text
     assert " operators take as long as launching their kernels" in text
     assert main(["simulate", str(plan_file), "--json"]) == 0
-    one = json.loads(capsys.readouterr().out)
-    assert max(each["end"] for each in one["timeline"]) == one["seconds"]
+    simulated = json.loads(capsys.readouterr().out)
+    assert max(event["end"] for event in simulated["timeline"]) == simulated["seconds"]
     assert main(["simulate", str(plan_file), "--json", "--save-every", "60", "--keep", "1"]) == 0
     saves = json.loads(capsys.readouterr().out)["saves"]
     nbytes = sum(saves["of_one"]["parameters"].values()) + sum(saves["of_one"]["states"].values())
@@ -93,8 +93,8 @@ def test_simulate_prints_figures_and_a_sweep(plan_file: Path, capsys: pytest.Cap
     assert f"CHECKPOINTS ON DISK, every 30 minutes, 3 kept\nof {in_words(nbytes)}: " in text
     assert main(["simulate", str(plan_file), "--json", "--sweep", "batch=4,8,64"]) == 0
     swept = json.loads(capsys.readouterr().out)
-    assert [each["batch"] for each in swept] == [4, 8, 64]
-    assert swept[0]["seconds"] == one["seconds"] and swept[2]["flops"] == 16 * one["flops"]
+    assert [row["batch"] for row in swept] == [4, 8, 64]
+    assert swept[0]["seconds"] == simulated["seconds"] and swept[2]["flops"] == 16 * simulated["flops"]
     assert swept[0]["flops_per_second"] < swept[2]["flops_per_second"]
 
 
@@ -154,7 +154,7 @@ def test_a_sweep_over_batches_of_a_model_with_buffers(tmp_path: Path, capsys: py
     ],
 )
 def test_refusals(plan_file: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
-    assert main([str(plan_file) if one == "PLAN" else one for one in arguments]) == 2
+    assert main([str(plan_file) if argument == "PLAN" else argument for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error) < 2000  # what was given doesn't flood it, however long
 
@@ -189,8 +189,8 @@ def test_without_overlap_a_step_is_the_sum_of_its_jobs(plan_file: Path, capsys: 
     seconds = []
     for option in ([], ["--no-overlap"]):
         assert main(["simulate", str(plan_file), "--hardware", "rtx-4090", "--json", *option]) == 0
-        found = json.loads(capsys.readouterr().out)
-        seconds.append((found["seconds"], sum(one["end"] - one["start"] for one in found["timeline"])))
+        simulated = json.loads(capsys.readouterr().out)
+        seconds.append((simulated["seconds"], sum(event["end"] - event["start"] for event in simulated["timeline"])))
     (overlapped, _), (alone, work) = seconds
     assert alone == pytest.approx(work) and overlapped < 0.95 * alone
 
@@ -269,9 +269,11 @@ def test_json_has_what_auto_decided(capsys: pytest.CaptureFixture):
     decision = plan["decision"]
     assert decision == simulated["decision"]
     assert decision["placement"] == plan["config"]["placement"] != decision["rule"]
-    taken = [one for one in decision["candidates"] if one["placement"] == decision["placement"]]
-    assert [one["seconds"] for one in taken] == [simulated["seconds"]]
-    assert simulated["seconds"] == min(one["seconds"] for one in decision["candidates"] if not one["refused"])
+    taken = [candidate for candidate in decision["candidates"] if candidate["placement"] == decision["placement"]]
+    assert [candidate["seconds"] for candidate in taken] == [simulated["seconds"]]
+    assert simulated["seconds"] == min(
+        candidate["seconds"] for candidate in decision["candidates"] if not candidate["refused"]
+    )
     assert main(["show-schedule", ONE_LAYER, "--json", "--placement", "nvme"]) == 0
     assert "decision" not in json.loads(capsys.readouterr().out)[0]
 
@@ -290,7 +292,7 @@ def test_micro_batches_that_auto_decided_are_printed_by_every_command(tmp_path: 
     (plan,) = json.loads(capsys.readouterr().out)
     (division,) = plan["divisions"]
     assert division["chosen"]["micro_batches"] == plan["config"]["micro_batches"]
-    assert [one["micro_batches"] for one in division["considered"]][:2] == [1, 2]
+    assert [candidate["micro_batches"] for candidate in division["considered"]][:2] == [1, 2]
     assert zinf_fx.load_plan(path).config.micro_batches == plan["config"]["micro_batches"]
     assert main(["simulate", str(path)]) == 0
     assert "micro_batches auto" not in capsys.readouterr().out
@@ -317,5 +319,5 @@ def test_this_machine_has_the_memories_that_auto_may_fill(
     assert main(["simulate", f"{tmp_path}/layers.py:layers", *options]) == 0
     decision = json.loads(capsys.readouterr().out)["decision"]
     assert len(calls) == 1 and decision["hardware"] == "RTX 4090 desktop"
-    tiers = {tier for one in decision["candidates"] for tier in one["placement"].values()}
+    tiers = {tier for candidate in decision["candidates"] for tier in candidate["placement"].values()}
     assert "nvme" in tiers and "host" not in tiers

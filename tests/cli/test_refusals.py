@@ -54,7 +54,7 @@ def test_options_are_refused_before_a_model_is_built(
     target: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.chdir(Path(target).parent)
-    assert main([target if one == "TARGET" else one for one in arguments]) == 2
+    assert main([target if argument == "TARGET" else argument for argument in arguments]) == 2
     assert message in capsys.readouterr().err
     assert Path("model.py").read_text() == MODEL and os.listdir() == ["model.py"]
 

@@ -124,10 +124,10 @@ class Starts:
         return {name for name, first in self._first.items() if first == operator}
 
     def started(self, kind: str, operator: int, for_backward: bool = False) -> set[str]:
-        found = [
+        events = [
             e for e in self._events if (e["kind"], e["operator"], e["for_backward"]) == (kind, operator, for_backward)
         ]
-        return {self._name[e["tile"]] for e in found}
+        return {self._name[e["tile"]] for e in events}
 
 
 def test_golden_of_the_gpt_example(golden, capsys: pytest.CaptureFixture[str]):

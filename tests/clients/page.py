@@ -50,8 +50,8 @@ def keep(rows: Mapping[str, Row], replace: bool) -> None:
             "test": test, "library": row.library, "version": _version(row.library), "ran": row.ran,
             "results": row.results,
         }  # fmt: skip
-    found = sorted(kept.values(), key=lambda row: (LIBRARIES.index(row["library"]), row["test"]))
-    results[version] = {"machine": f"{platform.system()} {platform.machine()}, CPU", "rows": found}
+    sorted_rows = sorted(kept.values(), key=lambda row: (LIBRARIES.index(row["library"]), row["test"]))
+    results[version] = {"machine": f"{platform.system()} {platform.machine()}, CPU", "rows": sorted_rows}
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 

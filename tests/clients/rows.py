@@ -30,7 +30,7 @@ class Row:
 
     def compare(
         self,
-        found: Iterable[Tensor | float],
+        results: Iterable[Tensor | float],
         plain: Iterable[Tensor | float],
         within: float = 0.0,
         why: str = "",
@@ -40,7 +40,7 @@ class Row:
 
         `why` says why the results aren't bitwise those of plain PyTorch, `to` what they are compared with instead.
         """
-        errors = [difference(f, p) for f, p in zip(found, plain, strict=True)]
+        errors = [difference(f, p) for f, p in zip(results, plain, strict=True)]
         assert errors, f"{self.library}, {self.ran}: nothing to compare"
         error = max(errors)
         assert all(e <= within for e in errors), (  # NaN among them too
@@ -54,9 +54,9 @@ class Row:
             self.results.append(result)
 
 
-def difference(found: Tensor | float, plain: Tensor | float) -> float:
+def difference(result: Tensor | float, plain: Tensor | float) -> float:
     """The largest difference of two tensors, relative to the largest value; 0 only where all bits are equal."""
-    a, b = (values.detach() if isinstance(values, Tensor) else torch.tensor(values) for values in (found, plain))
+    a, b = (values.detach() if isinstance(values, Tensor) else torch.tensor(values) for values in (result, plain))
     a = a.full_tensor() if isinstance(a, zinf_fx.StoredTensor) else a
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} of {a.dtype} beside {b.shape} of {b.dtype}"
     if torch.equal(a, b):
@@ -152,10 +152,10 @@ def compare_training(
     for way in ways:
         torch._dynamo.reset()
         store.mkdir(exist_ok=True)
-        found, _ = stored_run(make, batches, store, way)
+        results, _ = stored_run(make, batches, store, way)
         try:
-            row.compare(found, plain)
+            row.compare(results, plain)
         except AssertionError:
             torch._dynamo.reset()
-            row.compare(found, plain_run(make, batches, "aot_eager"), to="to `aot_eager`")
-            row.compare(found, plain, within=1e-4, to="of eager")
+            row.compare(results, plain_run(make, batches, "aot_eager"), to="to `aot_eager`")
+            row.compare(results, plain, within=1e-4, to="of eager")

@@ -94,5 +94,5 @@ def test_asynchronous_checkpoint(row: Row, tmp_path: Path, models: dict[str, Net
     "torch.distributed.checkpoint", "`get_state_dict`, `save`, `load`, `set_state_dict` of a model and AdamW, 2 ranks"
 )
 def test_distributed_checkpoint_of_two_ranks(row: Row, tmp_path: Path) -> None:
-    found = {how: results_of("with_dcp.py", 2, how, tmp_path) for how in ("plain", "stored")}
-    row.compare(found["stored"], found["plain"], to="to `DistributedDataParallel`")
+    results = {how: results_of("with_dcp.py", 2, how, tmp_path) for how in ("plain", "stored")}
+    row.compare(results["stored"], results["plain"], to="to `DistributedDataParallel`")

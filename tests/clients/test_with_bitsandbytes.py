@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "v
 def batches() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(64, (2, 9), generator=generator) for _ in range(3)]
-    return [{"input_ids": one, "labels": one} for one in tokens]
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
 def saved(folder: Path) -> Path:
@@ -72,7 +72,7 @@ def test_what_was_called_before(row: Row, tmp_path: Path) -> None:
         zinf_fx.offload(model, store=tmp_path / "store", placement="nvme")
         assert all(isinstance(parameter, zinf_fx.StoredTensor) for parameter in model.parameters())
         twin = copy.deepcopy(model).to("cpu")
-        row.compare([one(**batches()[0]).loss for one in (model, twin)], [expected] * 2)
+        row.compare([net(**batches()[0]).loss for net in (model, twin)], [expected] * 2)
         plain = adapted(folder, how).eval()
         for module in plain.modules():
             module.support_avx512bf16_for_cpu = False  # computes in bf16

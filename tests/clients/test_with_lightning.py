@@ -70,9 +70,9 @@ def unfused(parameters: object, **options: object) -> torch.optim.Optimizer:
 
 @pytest.mark.row("lightning", "`Trainer.fit`: clipping, validation, a scheduler, the checkpoint callback")
 def test_fit(row: Row, tmp_path: Path) -> None:
-    found = [fit(Module(fused), tmp_path / "plain")]
-    found.append(fit(Module(zinf_fx.optim.AdamW, tmp_path / "store"), tmp_path / "stored"))
-    row.compare(found[1], found[0])
+    results = [fit(Module(fused), tmp_path / "plain")]
+    results.append(fit(Module(zinf_fx.optim.AdamW, tmp_path / "store"), tmp_path / "stored"))
+    row.compare(results[1], results[0])
     plain, stored = (torch.load(tmp_path / name / "last.ckpt", weights_only=False) for name in ("plain", "stored"))
     assert plain["state_dict"].keys() == stored["state_dict"].keys()
     row.compare(stored["state_dict"].values(), plain["state_dict"].values())
@@ -81,34 +81,34 @@ def test_fit(row: Row, tmp_path: Path) -> None:
 
 @pytest.mark.row("lightning", '`precision="bf16-mixed"` with clipping; `zinf_fx.optim.AdamW(fused=False)`')
 def test_mixed_precision(row: Row, tmp_path: Path) -> None:
-    found = [fit(Module(torch.optim.AdamW), tmp_path / "plain", precision="bf16-mixed")]
-    found.append(fit(Module(unfused, tmp_path / "store"), tmp_path / "stored", precision="bf16-mixed"))
-    row.compare(found[1], found[0])
+    results = [fit(Module(torch.optim.AdamW), tmp_path / "plain", precision="bf16-mixed")]
+    results.append(fit(Module(unfused, tmp_path / "store"), tmp_path / "stored", precision="bf16-mixed"))
+    row.compare(results[1], results[0])
 
 
 @pytest.mark.row("lightning", "`fit(ckpt_path=...)` resumes from its checkpoint")
 def test_resuming(row: Row, tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for name, stores in (("plain", (None, None)), ("stored", (tmp_path / "store", tmp_path / "other"))):
         optimizer = zinf_fx.optim.AdamW if name == "stored" else fused
         (tmp_path / "other").mkdir(exist_ok=True)
         fit(Module(optimizer, stores[0]), tmp_path / name, max_epochs=1)
-        found[name] = fit(Module(optimizer, stores[1]), tmp_path / name, tmp_path / name / "last.ckpt")
-    row.compare(found["stored"], found["plain"])
+        results[name] = fit(Module(optimizer, stores[1]), tmp_path / name, tmp_path / name / "last.ckpt")
+    row.compare(results["stored"], results["plain"])
 
 
 @pytest.mark.row("lightning", "`zinf_fx.integrations.lightning.SingleDevice`: `fit(ckpt_path=...)`")
 def test_resuming_by_shares(row: Row, tmp_path: Path) -> None:
-    found = []
+    results = []
     for store, options in (("store", {}), ("other", {"resumed": tmp_path / "saved" / "last.ckpt"})):
         (tmp_path / store).mkdir(exist_ok=True)
         epochs = 2 if options else 1
         module = Module(zinf_fx.optim.AdamW, tmp_path / store)
-        found = fit(module, tmp_path / "saved", max_epochs=epochs, strategy=SingleDevice(), **options)
+        results = fit(module, tmp_path / "saved", max_epochs=epochs, strategy=SingleDevice(), **options)
     plain = []
     for resumed in (None, tmp_path / "plain" / "last.ckpt"):
         plain = fit(Module(fused), tmp_path / "plain", resumed, max_epochs=2 if resumed else 1)
-    row.compare(found, plain)
+    row.compare(results, plain)
     assert (tmp_path / "saved" / "last.ckpt" / "zinf" / "manifest.json").is_file()
 
 
@@ -116,8 +116,8 @@ def test_resuming_by_shares(row: Row, tmp_path: Path) -> None:
     "lightning", "`zinf_fx.integrations.lightning.Ranks`, 2 ranks: `fit`, accumulation, `fit(ckpt_path=...)`"
 )
 def test_two_ranks(row: Row, tmp_path: Path) -> None:
-    found = {how: results_of("with_lightning.py", 2, how, tmp_path) for how in ("plain", "stored")}
-    row.compare(found["stored"], found["plain"], to="to `DDPStrategy`")
+    results = {how: results_of("with_lightning.py", 2, how, tmp_path) for how in ("plain", "stored")}
+    row.compare(results["stored"], results["plain"], to="to `DDPStrategy`")
 
 
 @pytest.mark.row("lightning", '`fit(torch.compile(module, backend="zinf"))`, the whole LightningModule; accumulation')
@@ -125,5 +125,5 @@ def test_compiled_module(row: Row, tmp_path: Path) -> None:
     plain = fit(Module(fused), tmp_path / "plain", accumulate_grad_batches=2)
     module = zinf_fx.offload(Module(zinf_fx.optim.AdamW), store=tmp_path / "store", placement="nvme")
     compiled = torch.compile(module, backend="zinf")
-    found = fit(compiled, tmp_path / "stored", accumulate_grad_batches=2)
-    row.compare(found, plain)
+    results = fit(compiled, tmp_path / "stored", accumulate_grad_batches=2)
+    row.compare(results, plain)

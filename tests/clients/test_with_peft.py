@@ -103,20 +103,20 @@ def test_experts(row: Row, tmp_path: Path) -> None:
         model = peft.get_peft_model(make(store), config)
         run = model if store is None else torch.compile(model, backend="zinf")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-        found = []
+        values = []
         for _ in range(3):
             loss = run(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.detach())
+            values.append(loss.detach())
         model.save_pretrained(saved := tmp_path / f"adapter{store is None}")
         loaded = peft.PeftModel.from_pretrained(make(store), saved)
         with torch.no_grad():
             model.merge_adapter()
-            found.append(model(x))
+            values.append(model(x))
             model.unmerge_adapter()
-            found += [model(x), loaded(x)]
-            found += [parameter.clone() for parameter in loaded.merge_and_unload().parameters()]
-        outputs.append(found)
+            values += [model(x), loaded(x)]
+            values += [parameter.clone() for parameter in loaded.merge_and_unload().parameters()]
+        outputs.append(values)
     row.compare(outputs[1], outputs[0])

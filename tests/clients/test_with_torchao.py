@@ -25,7 +25,7 @@ def adapted(how: str) -> nn.Module:
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config)
-    layers = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and "lora" not in name}
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lora" not in name}
     quantize_(model, CONFIGS[how](), filter_fn=lambda module, name: name in layers)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name)
@@ -42,7 +42,7 @@ def adapted(how: str) -> nn.Module:
 def test_lora_over_weights(row: Row, tmp_path: Path, how: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(64, (2, 9), generator=generator) for _ in range(3)]
-    batches = [{"input_ids": one, "labels": one} for one in tokens]
+    batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
     outcomes = []
     for is_stored in (False, True):
         torch._dynamo.reset()

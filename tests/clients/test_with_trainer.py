@@ -49,43 +49,43 @@ def models(store: Path) -> dict[str, tuple[torch.nn.Module, dict[str, object]]]:
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_one_rank(row: Row, tmp_path: Path, options: dict[str, object]) -> None:
     row.ran += ", `bf16=True`" if options else ""
-    found = {}
+    outcomes = {}
     for name, (model, compiled) in models(tmp_path / "store").items():
         run = trainer(model, tmp_path / name, **options, **compiled)
         run.train()
-        found[name] = results(run)
-    row.compare(found["stored"], found["plain"])
+        outcomes[name] = results(run)
+    row.compare(outcomes["stored"], outcomes["plain"])
 
 
 @pytest.mark.row("transformers", "`Trainer`: `resume_from_checkpoint`")
 def test_resuming(row: Row, tmp_path: Path) -> None:
-    found = []
+    outcomes = []
     for resumed in (False, True):
         store = tmp_path / f"store{resumed}"
         store.mkdir()
         model, options = models(store)["stored"]
         run = trainer(model, tmp_path / "output", **options)
         run.train(resume_from_checkpoint=resumed and str(tmp_path / "output" / "checkpoint-4"))
-        found.append(results(run))
-    row.compare(found[1], found[0], to="to the run without a break")
+        outcomes.append(results(run))
+    row.compare(outcomes[1], outcomes[0], to="to the run without a break")
 
 
 @pytest.mark.row("transformers", "two `Trainer`s in a row on one model")
 def test_two_in_a_row(row: Row, tmp_path: Path) -> None:
-    found = {}
+    outcomes = {}
     for name, (model, options) in models(tmp_path / "store").items():
-        found[name] = []
+        outcomes[name] = []
         for number in (1, 2):
             run = trainer(model, tmp_path / name / str(number), num_train_epochs=1, save_strategy="no", **options)
             run.train()
-            found[name] += results(run)
-    row.compare(found["stored"], found["plain"])
+            outcomes[name] += results(run)
+    row.compare(outcomes["stored"], outcomes["plain"])
 
 
 @pytest.mark.row("transformers", "`save_pretrained(max_shard_size=...)`, `from_pretrained` inside `offloading()`")
 def test_saved_shards(row: Row, tmp_path: Path) -> None:
-    found = models(tmp_path / "store")
-    plain, stored = found["plain"][0], found["stored"][0]
+    trained = models(tmp_path / "store")
+    plain, stored = trained["plain"][0], trained["stored"][0]
     for name, model in (("plain", plain), ("stored", stored)):
         model.save_pretrained(tmp_path / name, max_shard_size="40KB")
     files = {name: sorted(p.name for p in (tmp_path / name).glob("*.safetensors")) for name in ("plain", "stored")}
@@ -103,16 +103,16 @@ DDP = "to `DistributedDataParallel`"
     "`Trainer` under `torchrun`, 2 ranks: clipping, decay, evaluation, `save_pretrained`",
 )
 def test_two_ranks(row: Row, tmp_path: Path) -> None:
-    found = {how: results_of("with_trainer.py", 2, how, tmp_path, "1", "no") for how in ("plain", "stored")}
-    row.compare(found["stored"], found["plain"], to=DDP)
+    outcomes = {how: results_of("with_trainer.py", 2, how, tmp_path, "1", "no") for how in ("plain", "stored")}
+    row.compare(outcomes["stored"], outcomes["plain"], to=DDP)
     saved = [transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"{how}-model") for how in ("stored", "plain")]
     row.compare(*(model.parameters() for model in saved), to=DDP)
 
 
 @pytest.mark.row("transformers", "the same, accumulating 2 micro-batches")
 def test_two_ranks_accumulate(row: Row, tmp_path: Path) -> None:
-    found = {how: results_of("with_trainer.py", 2, how, tmp_path, "2", "no") for how in ("plain", "stored")}
-    row.compare(found["stored"], found["plain"], to=DDP)
+    outcomes = {how: results_of("with_trainer.py", 2, how, tmp_path, "2", "no") for how in ("plain", "stored")}
+    row.compare(outcomes["stored"], outcomes["plain"], to=DDP)
 
 
 @pytest.mark.row(
@@ -122,8 +122,8 @@ def test_two_ranks_accumulate(row: Row, tmp_path: Path) -> None:
 def test_two_ranks_resume(row: Row, tmp_path: Path) -> None:
     expected = results_of("with_trainer.py", 2, "plain", tmp_path, "2", "no")
     row.compare(results_of("with_trainer.py", 2, "stored", tmp_path, "2", "epoch"), expected, to=DDP)
-    found = results_of("with_trainer.py", 2, "stored", tmp_path, "2", "epoch", "resumed")
-    row.compare(found, expected, to=DDP)
+    resumed = results_of("with_trainer.py", 2, "stored", tmp_path, "2", "epoch", "resumed")
+    row.compare(resumed, expected, to=DDP)
     assert not list(tmp_path.rglob("optimizer.pt"))
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "stored" / "checkpoint-4")
     row.compare(saved.parameters(), expected[-len(list(saved.parameters())) :], to=DDP)

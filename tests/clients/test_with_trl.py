@@ -59,7 +59,7 @@ def base(name: str, store: Path, stored: bool) -> nn.Module:
     ],
 )
 def test_supervised_fine_tuning(row: Row, tmp_path: Path, lora: bool, kind: str) -> None:
-    found = {}
+    outcomes = {}
     adapters = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True) if lora else None
     for name, compiled in (
         ("plain", {}),
@@ -78,5 +78,5 @@ def test_supervised_fine_tuning(row: Row, tmp_path: Path, lora: bool, kind: str)
         )  # fmt: skip
         run.train()
         logged = [entry[key] for entry in run.state.log_history for key in ("loss", "grad_norm") if key in entry]
-        found[name] = [*logged, *(p.detach() for p in run.model.parameters())]
-    row.compare(found["stored"], found["plain"])
+        outcomes[name] = [*logged, *(p.detach() for p in run.model.parameters())]
+    row.compare(outcomes["stored"], outcomes["plain"])

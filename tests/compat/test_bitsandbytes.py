@@ -92,19 +92,19 @@ def trained(model: nn.Module, backend: str | None) -> list[Tensor]:
     return [*(loss.detach() for loss in losses), model.shift]
 
 
-def values(found: list[Tensor]) -> list[Tensor]:
-    return [one.full_tensor() if isinstance(one, StoredTensor) else one.detach() for one in found]
+def values(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.full_tensor() if isinstance(tensor, StoredTensor) else tensor.detach() for tensor in tensors]
 
 
 @pytest.mark.parametrize("backend", [None, "zinf"])
 def test_training_over_codes_equals_that_in_memory(tmp_path: Path, backend):
     model = zinf_fx.offload(Model(), store=tmp_path, placement={"parameters": "nvme"})
     codes = [model.four.weight, model.eight.weight, model.called.weight]
-    assert all(isinstance(one, StoredTensor) and one.stored.numel == one.numel() == 1024 for one in codes)
+    assert all(isinstance(code, StoredTensor) and code.stored.numel == code.numel() == 1024 for code in codes)
     assert model.eight.weight.CB is model.eight.weight and model.called.state.CB is model.called.weight
-    found = values(trained(model, backend))
+    actual = values(trained(model, backend))
     expected = values(trained(Model(), "aot_eager" if backend else None))
-    assert all(map(torch.equal, found, expected)) and not torch.equal(found[0], found[1])
+    assert all(map(torch.equal, actual, expected)) and not torch.equal(actual[0], actual[1])
 
 
 def test_copies_and_conversions_keep_what_the_codes_mean(tmp_path: Path):

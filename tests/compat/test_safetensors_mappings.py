@@ -23,22 +23,22 @@ def test_pages_that_were_read_go_back(tmp_path: Path):
     file = safetensors.safe_open(_written(tmp_path), framework="pt")
     mapped = MappedFiles(16 << 20, partial(memory_of_file, tmp_path))
     before = _bytes_of_files()
-    one = file.get_tensor("one")
-    assert one.sum() == (4 << 20) * ((4 << 20) - 1) // 2
+    tensor = file.get_tensor("one")
+    assert tensor.sum() == (4 << 20) * ((4 << 20) - 1) // 2
     assert _bytes_of_files() - before >= 32 << 20
     mapped.trim()
     assert _bytes_of_files() - before < 8 << 20
-    assert torch.equal(one, torch.arange(4 << 20))
+    assert torch.equal(tensor, torch.arange(4 << 20))
 
 
 def test_pages_that_were_changed_stay(tmp_path: Path):
     file = safetensors.safe_open(_written(tmp_path), framework="pt")
     mapped = MappedFiles(16 << 20, partial(memory_of_file, tmp_path))
-    one, other = file.get_tensor("one"), file.get_tensor("other")
+    tensor, other = file.get_tensor("one"), file.get_tensor("other")
     other[7] = -1
-    assert one.sum() == (4 << 20) * ((4 << 20) - 1) // 2
+    assert tensor.sum() == (4 << 20) * ((4 << 20) - 1) // 2
     mapped.trim()
-    assert other[7] == -1 and torch.equal(one, torch.arange(4 << 20))
+    assert other[7] == -1 and torch.equal(tensor, torch.arange(4 << 20))
 
 
 def test_nothing_happens_before_it_is_time(tmp_path: Path):

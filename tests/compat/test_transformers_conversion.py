@@ -47,9 +47,9 @@ def test_results_are_in_files_and_the_same(case: str, tensors: list[torch.Tensor
     expected = CASES[case](tensors)
     mapped = MappedFiles(0, partial(memory_of_file, tmp_path))
     with transformers.Converting(mapped):
-        found = CASES[case](tensors)
-    assert torch.equal(found, expected) and found.dtype == expected.dtype
-    assert mapped.has([found]) and not mapped.has([expected])
+        result = CASES[case](tensors)
+    assert torch.equal(result, expected) and result.dtype == expected.dtype
+    assert mapped.has([result]) and not mapped.has([expected])
 
 
 def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path: Path):
@@ -59,7 +59,7 @@ def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path:
         net.weight = nn.Parameter(torch.cat(tensors))
         other = torch.cat(tensors)
     assert isinstance(net.weight, zinf_fx.StoredTensor)
-    assert torch.equal(net.weight.full_tensor(), torch.cat([one.clone() for one in tensors]))
+    assert torch.equal(net.weight.full_tensor(), torch.cat([tensor.clone() for tensor in tensors]))
     other.zero_()  # is the caller's, as always
     assert torch.equal(other, torch.zeros(24, 10))
 
@@ -79,8 +79,8 @@ def test_results_become_stored_parameters(tensors: list[torch.Tensor], tmp_path:
 def test_what_is_not_of_files_alone_is_made_as_always(join: Callable, tensors: list[torch.Tensor], tmp_path: Path):
     mapped = MappedFiles(0, partial(memory_of_file, tmp_path))
     with transformers.Converting(mapped):
-        found = join(tensors)
-    assert found.is_meta or not mapped.has([found])
+        result = join(tensors)
+    assert result.is_meta or not mapped.has([result])
 
 
 def test_refusals_are_those_of_torch(tensors: list[torch.Tensor], tmp_path: Path):

@@ -156,20 +156,20 @@ class TestRefusals:
 class TestFitting:
     @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, slow(48 * GIB), slow(500 * GIB)])
     def test_the_model_is_as_large_as_asked(self, states: int) -> None:
-        found = fit(states, memory=states // 2, room=1 << 50, context=128, each=EACH)
-        assert found.note is None and states <= found.states <= 1.35 * states
-        assert found.states == found.parameters * 16
-        assert found.config.hidden == 128 * found.config.heads
-        assert 20 <= found.config.hidden / found.config.layers <= 120
+        fitted = fit(states, memory=states // 2, room=1 << 50, context=128, each=EACH)
+        assert fitted.note is None and states <= fitted.states <= 1.35 * states
+        assert fitted.states == fitted.parameters * 16
+        assert fitted.config.hidden == 128 * fitted.config.heads
+        assert 20 <= fitted.config.hidden / fitted.config.layers <= 120
 
     def test_a_model_has_the_parameters_that_are_counted(self) -> None:
         config = shaped(20 * MIB / 16, 64)
         assert parameters_of(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
 
     def test_a_disk_that_is_too_small_scales_the_model_down(self) -> None:
-        found = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128, each=EACH)
-        assert 24 * GIB < found.states <= 30 * GIB
-        assert found.note == "scaled down: states of 48.0 GiB don't fit 30.0 GiB of the disk"
+        fitted = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128, each=EACH)
+        assert 24 * GIB < fitted.states <= 30 * GIB
+        assert fitted.note == "scaled down: states of 48.0 GiB don't fit 30.0 GiB of the disk"
 
     def test_what_would_not_exceed_the_memory_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"larger than the memory, 24.0 GiB, don't fit the disk"):

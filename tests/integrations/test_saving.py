@@ -52,7 +52,7 @@ def bytes_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def value(storage: TensorStorage) -> torch.Tensor:
         result = gather(storage)
         held.add(result)
-        seen.append(sum(one.nbytes for one in held))
+        seen.append(sum(tensor.nbytes for tensor in held))
         return result
 
     monkeypatch.setattr(TensorStorage, "value", value)
@@ -60,10 +60,10 @@ def bytes_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_size_of_a_model_is_honest(pair: tuple[nn.Module, nn.Module]):
-    found = [huggingface_hub.split_torch_state_dict_into_shards(m.state_dict(), max_shard_size="20KB") for m in pair]
-    assert found[0] == found[1]
-    assert found[1].metadata["total_size"] == sum(p.nbytes for p in pair[1].parameters())
-    assert len(found[1].filename_to_tensors) > 2
+    splits = [huggingface_hub.split_torch_state_dict_into_shards(m.state_dict(), max_shard_size="20KB") for m in pair]
+    assert splits[0] == splits[1]
+    assert splits[1].metadata["total_size"] == sum(p.nbytes for p in pair[1].parameters())
+    assert len(splits[1].filename_to_tensors) > 2
     odd = zinf_fx.StoredTensor.of(
         TensorStorage(
             zinf_fx.Config(), LocalShard(Shards.of(3, 1, True)), Allocation.unreserved("nvme", [3], torch.int8)
@@ -101,12 +101,12 @@ def _by_the_hub(model: nn.Module, folder: Path) -> None:
 def test_files_equal_those_of_the_plain_model(
     pair: tuple[nn.Module, nn.Module], tmp_path: Path, save: Callable[[nn.Module, Path], None]
 ):
-    found = []
+    files = []
     for name, model in zip(("plain", "stored"), pair, strict=True):
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
-        found.append({path.name: load_file(path) for path in (tmp_path / name).glob("*.safetensors")})
-    plain, stored = found
+        files.append({path.name: load_file(path) for path in (tmp_path / name).glob("*.safetensors")})
+    plain, stored = files
     assert plain.keys() == stored.keys() and plain
     for file, values in plain.items():
         assert values.keys() == stored[file].keys()
@@ -142,8 +142,8 @@ def train_two_models(rank: int, ranks: int, folder: Path, kind: type, resumed: b
         with accelerator.accumulate(*wrapped):
             loss = wrapped[1](wrapped[0](tokens).logits).square().mean()
             accelerator.backward(loss)
-            for each in (*prepared, schedule):
-                each.step()
+            for part in (*prepared, schedule):
+                part.step()
             for optimizer in prepared:
                 optimizer.zero_grad()
         return loss.item()

@@ -44,8 +44,8 @@ def ended(run: transformers.Trainer) -> tuple[list, list[torch.Tensor]]:
     return logged(run), [parameter.full_tensor() for parameter in run.model.parameters()]
 
 
-def assert_equal(found: transformers.Trainer, expected: transformers.Trainer) -> None:
-    (losses, values), (expected_losses, expected_values) = ended(found), ended(expected)
+def assert_equal(actual: transformers.Trainer, expected: transformers.Trainer) -> None:
+    (losses, values), (expected_losses, expected_values) = ended(actual), ended(expected)
     assert losses == expected_losses and len(losses) == 8
     assert all(torch.equal(*pair) for pair in zip(values, expected_values, strict=True))
 
@@ -140,7 +140,7 @@ def test_the_trainer_has_the_methods_that_are_overridden():
             list(inspect.signature(getattr(kind, name)).parameters) for kind in (Trainer, transformers.Trainer)
         )
         assert mine == theirs, name
-    overridden = {name for name, one in vars(ForStoredModels).items() if inspect.isfunction(one)}
+    overridden = {name for name, member in vars(ForStoredModels).items() if inspect.isfunction(member)}
     assert overridden & vars(transformers.Trainer).keys() == {
         *names, "__init__", "_get_grad_norm", "_load_best_model", "create_optimizer", "train",
     }  # fmt: skip

@@ -126,4 +126,4 @@ def test_a_plain_optimizer_without_masters_is_warned_of_once(tmp_path: Path, kin
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-    assert sum("without an fp32 master" in str(each.message) for each in seen) == warned
+    assert sum("without an fp32 master" in str(warning.message) for warning in seen) == warned

@@ -50,20 +50,24 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_is_one_device_with_half_of_the_memory(tmp_path: Path):
     store = tmp_path / "store"
     store.mkdir()
-    found = measure_machine(store)
-    assert found.ranks == 1 and set(found.peak) == set(DTYPES) and all(peak > 0 for peak in found.peak.values())
-    assert found.device == found.host and 2 * found.host.capacity == pytest.approx(memory_limit().nbytes, abs=1)
-    assert found.upload == found.download == found.in_node == found.between_nodes
-    assert found.upload.bandwidth == found.host.read and 0 < found.upload.latency < 1
-    assert found.nvme.read > 0 and found.nvme.write > 0 and found.nvme.endurance is None
-    assert 0 < found.nvme.capacity <= file_system_of(store).total
+    measured = measure_machine(store)
+    assert (
+        measured.ranks == 1 and set(measured.peak) == set(DTYPES) and all(peak > 0 for peak in measured.peak.values())
+    )
+    assert measured.device == measured.host and 2 * measured.host.capacity == pytest.approx(
+        memory_limit().nbytes, abs=1
+    )
+    assert measured.upload == measured.download == measured.in_node == measured.between_nodes
+    assert measured.upload.bandwidth == measured.host.read and 0 < measured.upload.latency < 1
+    assert measured.nvme.read > 0 and measured.nvme.write > 0 and measured.nvme.endurance is None
+    assert 0 < measured.nvme.capacity <= file_system_of(store).total
     assert not list(store.iterdir())
 
 
 def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
     store_profile(tmp_path, PROFILE)
-    found = measure_machine(tmp_path)
-    assert (found.nvme.read, found.nvme.write) == (PROFILE.read, PROFILE.write)
+    measured = measure_machine(tmp_path)
+    assert (measured.nvme.read, measured.nvme.write) == (PROFILE.read, PROFILE.write)
 
 
 def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -83,8 +87,8 @@ def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(machine, "_mean", mean)
     monkeypatch.setattr(machine.Trial, "start_seconds", lambda trial, before, times: 1e-4)
     monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
-    found = machine.beside_computing(tmp_path)
-    assert found == {
+    loads = machine.beside_computing(tmp_path)
+    assert loads == {
         "read_load": 1 - 1 / 1.25,
         "write_load": 0.5,
         "start": 1e-4,
@@ -97,11 +101,11 @@ def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pyt
 def test_the_share_of_a_block_alone_is_that_of_the_speed_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The median of what a block takes, by itself and with many: 4 s and 1 s, or less than with many."""
     monkeypatch.setattr(machine, "_TIMES", 3)
-    one, many = [9.0, 4.0, 4.0, 0.1, 0.1, 0.1], [1.0, 1.0, 7.0] * 2
+    alone, many = [9.0, 4.0, 4.0, 0.1, 0.1, 0.1], [1.0, 1.0, 7.0] * 2
     monkeypatch.setattr(
         machine.Trial,
         "block_seconds",
-        lambda trial, together, times, *_: {1: one, 2 * DEPTH: many}[together].pop(0),
+        lambda trial, together, times, *_: {1: alone, 2 * DEPTH: many}[together].pop(0),
     )
     assert machine.share_alone(tmp_path) == 1 / 4
     assert machine.share_alone(tmp_path) == 1
@@ -111,8 +115,8 @@ def test_computing_that_is_faster_beside_the_disk_loses_nothing(tmp_path: Path, 
     taken = iter((1.0, 1.0, 0.9, 0.8) * 2)  # computing and moving, and each beside the other
     monkeypatch.setattr(machine, "_mean", lambda work, device: next(taken))
     monkeypatch.setattr(machine, "_share_alone", lambda trial, before, meanwhile: 0.6)
-    found = machine.beside_computing(tmp_path)
-    assert found["read_load"] == found["write_load"] == 0 and found["beside"] == 1
+    loads = machine.beside_computing(tmp_path)
+    assert loads["read_load"] == loads["write_load"] == 0 and loads["beside"] == 1
 
 
 def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
@@ -127,8 +131,8 @@ def test_a_cpu_is_described_with_the_loads_of_its_disk_where_that_has_room(
     assert (without.read_load, without.start, without.depth, without.alone) == (0, 0, DEPTH, 0.9)
     store_profile(tmp_path, PROFILE)
     monkeypatch.setattr(machine, "file_system_of", lambda store: SimpleNamespace(free=0))
-    found = measure_machine(tmp_path)
-    disk = found.nvme
+    measured = measure_machine(tmp_path)
+    disk = measured.nvme
     assert (disk.read, disk.read_load, disk.write_load, disk.start, disk.depth) == (PROFILE.read, 0, 0, 0, 1)
 
 
@@ -138,13 +142,13 @@ def test_rates_count_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     store_profile(tmp_path, PROFILE)
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(machine, "update_threads", lambda *args, beside_gpu: given.append((*args, beside_gpu)) or 2)
-    found = measure_machine(tmp_path)
+    measured = measure_machine(tmp_path)
     assert given == [(None, torch.get_num_threads(), False)]
-    assert found.host.read == found.host.write == 2 * (1 << 20) / 0.5
-    assert set(found.peak.values()) == {2 * 512**3 / 0.5}
-    assert found.upload.latency == 0.5
-    assert found.unified and found.updates == dict.fromkeys(get_args(UpdateForm), WINDOW_ALIGNMENT / 0.5)
-    assert found.launch == 0
+    assert measured.host.read == measured.host.write == 2 * (1 << 20) / 0.5
+    assert set(measured.peak.values()) == {2 * 512**3 / 0.5}
+    assert measured.upload.latency == 0.5
+    assert measured.unified and measured.updates == dict.fromkeys(get_args(UpdateForm), WINDOW_ALIGNMENT / 0.5)
+    assert measured.launch == 0
     assert machine.launch_seconds(torch.device("cpu")) == 0.5 / 1000
 
 

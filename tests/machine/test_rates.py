@@ -29,19 +29,19 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
-    assert min(found.flops, found.memory, found.read, found.write) > 1e6 and found.unified
+    measured = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
+    assert min(measured.flops, measured.memory, measured.read, measured.write) > 1e6 and measured.unified
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "nothing is left behind"
     monkeypatch.setattr(rates, "disk_rates", None)
-    assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1) == found
+    assert rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1) == measured
 
 
 def test_what_bench_io_stored_is_taken(tmp_path: Path) -> None:
     store_profile(tmp_path, Profile(5e6, 4e6, 3e6, "libaio", 8, 1 << 22, time.time()))
-    found = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
-    assert (found.read, found.write) == (found.disk_read, found.disk_write) == (5e6, 4e6)
-    found = rates.measured(CPU, torch.float32, "host", (tmp_path,), 1)  # where something else lives on the disk
-    assert (found.disk_read, found.disk_write) == (5e6, 4e6) and found.read == found.write == found.memory / 2
+    rate = rates.measured(CPU, torch.float32, "nvme", (tmp_path,), 1)
+    assert (rate.read, rate.write) == (rate.disk_read, rate.disk_write) == (5e6, 4e6)
+    rate = rates.measured(CPU, torch.float32, "host", (tmp_path,), 1)  # where something else lives on the disk
+    assert (rate.disk_read, rate.disk_write) == (5e6, 4e6) and rate.read == rate.write == rate.memory / 2
 
 
 def profiled(tmp_path: Path) -> tuple[Path, Path]:
@@ -60,8 +60,8 @@ def test_rates_of_several_devices_add_up(tmp_path: Path, monkeypatch: pytest.Mon
         for module in (machine, auto_placement):
             monkeypatch.setattr(module, "one_per_device", list)
     expected = (devices * 5e6, devices * 4e6)
-    found = rates.measured(CPU, torch.float32, "nvme", stores, 1)
-    assert (found.disk_read, found.disk_write) == expected
+    measured = rates.measured(CPU, torch.float32, "nvme", stores, 1)
+    assert (measured.disk_read, measured.disk_write) == expected
     disks = auto_placement.this_machine(Config(store=stores), CPU).nvme
     assert (disks.read, disks.write) == expected
     monkeypatch.setattr(machine, "_DISK_BYTES", 0)
@@ -76,14 +76,14 @@ def test_the_ranks_of_a_machine_share_its_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, sharing: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    found = rates.measured(CPU, torch.float32, "nvme", profiled(tmp_path), ranks)
-    assert (found.disk_read, found.disk_write) == (5e6 / sharing, 4e6 / sharing)
+    measured = rates.measured(CPU, torch.float32, "nvme", profiled(tmp_path), ranks)
+    assert (measured.disk_read, measured.disk_write) == (5e6 / sharing, 4e6 / sharing)
 
 
 def test_host_memory_needs_no_disk() -> None:
-    found = rates.measured(CPU, torch.float32, "host", (), 1)
-    assert found.read == found.write == found.memory / 2
-    assert (found.disk_read, found.disk_write) == (NOMINAL.disk_read, NOMINAL.disk_write)
+    measured = rates.measured(CPU, torch.float32, "host", (), 1)
+    assert measured.read == measured.write == measured.memory / 2
+    assert (measured.disk_read, measured.disk_write) == (NOMINAL.disk_read, NOMINAL.disk_write)
 
 
 @pytest.mark.parametrize(("states", "looked_at"), [("nvme", True), ("host", False)])

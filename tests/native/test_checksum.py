@@ -75,7 +75,7 @@ def test_pages_have_the_checksum_of_the_table(pages: int):
         return [lib.zinf_crc32c_by_table(0, data[i : i + PAGE], PAGE) for i in range(0, len(data), PAGE)]
 
     def differences(content: list[int], zeros: list[int]) -> list[int]:
-        return [one ^ other for one, other in zip(content, zeros, strict=True)]
+        return [page_sum ^ other for page_sum, other in zip(content, zeros, strict=True)]
 
     zeros = bytes(len(data))
     expected = differences(by_table(data), by_table(zeros))
@@ -83,8 +83,8 @@ def test_pages_have_the_checksum_of_the_table(pages: int):
 
 
 def test_the_seed_contributes_the_same_to_every_content():
-    one, other = (random.Random(number).randbytes(PAGE) for number in (4, 5))
-    assert page_sums(one)[0] ^ page_sums(one, PAGE)[0] == page_sums(other)[0] ^ page_sums(other, PAGE)[0]
+    page, other = (random.Random(number).randbytes(PAGE) for number in (4, 5))
+    assert page_sums(page)[0] ^ page_sums(page, PAGE)[0] == page_sums(other)[0] ^ page_sums(other, PAGE)[0]
 
 
 @pytest.mark.parametrize("pages", [1, 2, 37])

@@ -237,10 +237,10 @@ def test_an_error_names_everything_and_the_engine_goes_on(bench: Bench, stage: s
     for _ in range(2):
         with pytest.raises(StoreError) as caught:
             ticket.wait()
-    found = caught.value
-    assert (found.operation, found.path, found.errno) == ("write", str(bench.file.path), error)
-    assert found.length == BLOCK and (found.offset - 4096) % BLOCK == 0
-    assert os.strerror(error) in str(found) and f"offset {found.offset}" in str(found)
+    raised = caught.value
+    assert (raised.operation, raised.path, raised.errno) == ("write", str(bench.file.path), error)
+    assert raised.length == BLOCK and (raised.offset - 4096) % BLOCK == 0
+    assert os.strerror(error) in str(raised) and f"offset {raised.offset}" in str(raised)
     bench.write(data).wait()
     bench.read(back).wait()
     assert back.equal(data)
@@ -445,9 +445,9 @@ def test_a_new_engine_takes_over_the_kernel_context_of_a_closed_one(tmp_path: Pa
         bench.write(data).wait()
         bench.read(back).wait()
         assert back.equal(data)
-        found = contexts()
+        kernel_contexts = contexts()
         bench.close()
-        return found
+        return kernel_contexts
 
     first = used()
     assert first == used() == used() == contexts()

@@ -18,11 +18,17 @@ def below(folder: Path) -> dict[str, set[str]]:
     """By file, the headers that it includes and the sources whose functions and tables it names."""
     texts = {path.name: COMMENT.sub("", path.read_text()) for path in sorted(folder.glob("*.[ch]"))}
     sources = {name: text for name, text in texts.items() if name.endswith(".c")}
-    home = {name: file for file, text in sources.items() for found in DEFINED.findall(text) for name in found if name}
-    found = {file: set(re.findall(r'#include "(\w+\.h)"', text)) for file, text in texts.items()}
+    home = {
+        name: file
+        for file, text in sources.items()
+        for definitions in DEFINED.findall(text)
+        for name in definitions
+        if name
+    }
+    includes = {file: set(re.findall(r'#include "(\w+\.h)"', text)) for file, text in texts.items()}
     for file, text in sources.items():
-        found[file] |= {home[name] for name in re.findall(r"\bzinf_\w+", text) if name in home} - {file}
-    return found
+        includes[file] |= {home[name] for name in re.findall(r"\bzinf_\w+", text) if name in home} - {file}
+    return includes
 
 
 def test_no_circle():

@@ -89,8 +89,8 @@ def test_table_2_multiplies_its_rounded_first_row():
 
 
 def test_the_activations_of_section_6_1_are_half_of_section_3_2s():
-    one, other, partitioned = (cells[0] for _, cells in TABLES["ZeRO, sections 3.2 and 6.1"].rows)
-    assert round(one.ours, -1) == float(one.printed)  # to tens of GiB
+    cell, other, partitioned = (cells[0] for _, cells in TABLES["ZeRO, sections 3.2 and 6.1"].rows)
+    assert round(cell.ours, -1) == float(cell.printed)  # to tens of GiB
     assert math.floor(other.ours / 2) == float(other.printed)
     assert round(partitioned.ours / 2) == float(partitioned.printed)
     assert partitioned.ours * 16 == other.ours
