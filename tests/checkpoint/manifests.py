@@ -78,9 +78,9 @@ def mutated(content: dict[str, Any], seed: int) -> dict[str, Any]:
 def _places(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Every place in a value, but for itself."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inside:
+    for key, item in inside:
         yield (*path, key)
-        yield from _places(one, (*path, key))
+        yield from _places(item, (*path, key))
 
 
 def _at(value: Any, place: tuple | list) -> Any:

@@ -185,24 +185,26 @@ def killed(store: Path, directory: Path, number: int) -> bool:
 
 @pytest.mark.parametrize("every", [4, slow(1)])
 def test_kills_at_operations(tmp_path: Path, other: Counting, every: int):
-    found = []
+    resumed_steps = []
     for number in itertools.count(1, every):
         store, directory = tmp_path / "store", tmp_path / str(number)
         store.mkdir(exist_ok=True)
         died = killed(store, directory, number)
         resumed = managed(other, directory, WithoutLinks())
-        found.append(resumed.resume())
-        if found[-1]:
-            other.steps = found[-1]
+        resumed_steps.append(resumed.resume())
+        if resumed_steps[-1]:
+            other.steps = resumed_steps[-1]
             other.check()
         other.step()
         resumed.save(other.steps)
-        assert [one.name for one in directory.iterdir() if not (one / "manifest.json").exists()] == []
+        assert [folder.name for folder in directory.iterdir() if not (folder / "manifest.json").exists()] == []
         (store / "done").unlink(missing_ok=True)
         zinf_fx.runtime.disk.scratch.survey(store, remove=True)
         if not died:
             break
-    assert len(found) > 20 / every and found == sorted(found) and set(found) == {0, 1, 2}
+    assert (
+        len(resumed_steps) > 20 / every and resumed_steps == sorted(resumed_steps) and set(resumed_steps) == {0, 1, 2}
+    )
 
 
 @pytest.mark.parametrize("ignores", ["", "sync", "sync_data"])
@@ -226,12 +228,15 @@ def test_power_fails_at_every_operation(tmp_path: Path, other: Counting, ignores
         return other.steps
 
     def is_damaged(content: dict[str, bytes | None]) -> bool:
-        return any(not one.is_whole and not one.is_left_over for one in checkpoints_in(put(content, image)))
+        return any(
+            not checkpoint.is_whole and not checkpoint.is_left_over
+            for checkpoint in checkpoints_in(put(content, image))
+        )
 
     assert any(map(is_damaged, disk.images)) == bool(ignores)
     if not ignores:
-        found = [resumed(content) for content in disk.images]
-        assert len(found) > 10 and set(found) == {1, 2}
+        resumed_steps = [resumed(content) for content in disk.images]
+        assert len(resumed_steps) > 10 and set(resumed_steps) == {1, 2}
         assert {resumed(content) for content in disk.after()} == {2}
 
 
@@ -283,7 +288,7 @@ def test_what_fails_leaves_training_and_the_checkpoint_as_they_were(
         job.step()
         path = checkpoints.after_step(job.steps)
     assert loaded(path, other) == job.steps
-    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == [first.name, path.name]
+    assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == [first.name, path.name]
 
 
 def test_a_failure_is_raised_by_the_next_call_which_saves_all_the_same(tmp_path: Path, other: Counting):

@@ -59,11 +59,11 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: range) -> None:
 
 
 def values(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
     stored = zinf_fx.StoredTensor
-    return {name: value.full_tensor() if isinstance(value, stored) else value for name, value in found.items()}
+    return {name: value.full_tensor() if isinstance(value, stored) else value for name, value in tensors.items()}
 
 
 def load(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -93,10 +93,10 @@ def converted(folder: Path, *options: str) -> int:
     )
 
 
-def assert_equal(found: dict[str, object], expected: dict[str, object]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, object], expected: dict[str, object]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        same = torch.equal(actual[name], value) if isinstance(value, torch.Tensor) else actual[name] == value
         assert same, name
 
 
@@ -113,8 +113,8 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, dtype: torch.dtype, ca
     assert [(group["lr"], group["weight_decay"]) for group in resumed.param_groups] == [
         (group["lr"], group["weight_decay"]) for group in optimizer.param_groups
     ]
-    for each in ((model, optimizer), (loaded, resumed)):
-        train(*each, range(2, 4))
+    for job in ((model, optimizer), (loaded, resumed)):
+        train(*job, range(2, 4))
     assert_equal(values(loaded, resumed), values(model, optimizer))
 
 
@@ -123,9 +123,9 @@ def test_it_is_what_the_library_saves_itself(tmp_path: Path):
     assert converted(tmp_path) == 0
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path / "direct", no_dist=True)
-    found, expected = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("dcp", "direct"))
-    assert found.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
-    assert len(found.state_dict_metadata["model.wide.weight"].chunks) > 1
+    metadata, expected = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("dcp", "direct"))
+    assert metadata.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    assert len(metadata.state_dict_metadata["model.wide.weight"].chunks) > 1
     plain, resumed = new(None, torch.optim.AdamW, torch.float32)
     load(plain, resumed, tmp_path / "dcp")
     assert_equal(values(plain, resumed), values(model, optimizer))

@@ -66,18 +66,18 @@ def killed(directory: Path, number: int) -> bool:
 
 def test_kills_at_every_operation(tmp_path: Path):
     save_net(tmp_path / "first", 1.0)
-    found = []
+    values = []
     for number in range(1, 100):
         directory = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         died = killed(directory, number)
-        found.append(value_in(directory))
+        values.append(value_in(directory))
         save_net(directory, 3.0)
         assert_only_one(directory)
         assert value_in(directory) == 3.0
         if not died:
             break
-    assert not died and len(found) > 10
-    assert found == sorted(found) and set(found) == {1.0, 2.0}
+    assert not died and len(values) > 10
+    assert values == sorted(values) and set(values) == {1.0, 2.0}
 
 
 def test_kills_of_the_first_save(tmp_path: Path):
@@ -108,17 +108,17 @@ def test_power_fails_at_every_operation(tmp_path: Path, is_first: bool):
     disk = LosingPower(root)
     save_net(root / "runs" / "saved", 2.0, disk)
     disk.remember()
-    found = []
+    values = []
     for content in disk.images:
         directory = put(content, tmp_path / "image") / "runs" / "saved"
         try:
-            found.append(value_in(directory))
+            values.append(value_in(directory))
         except CheckpointError:
             assert is_first and "runs/saved/manifest.json" not in content
         save_net(directory, 3.0)
         assert_only_one(directory)
         assert value_in(directory) == 3.0
-    assert len(disk.images) > 6 and set(found) == ({2.0} if is_first else {1.0, 2.0})
+    assert len(disk.images) > 6 and set(values) == ({2.0} if is_first else {1.0, 2.0})
     for content in disk.after():
         assert value_in(put(content, tmp_path / "image") / "runs" / "saved") == 2.0
 

@@ -24,7 +24,7 @@ from zinf_fx.checkpoint.save import laid_out
 
 def data_files_open() -> int:
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum(os.readlink(one).endswith(".safetensors") for one in links if os.path.lexists(one))
+    return sum(os.readlink(link).endswith(".safetensors") for link in links if os.path.lexists(link))
 
 
 def net(seed: int) -> nn.Module:
@@ -65,5 +65,5 @@ def test_memory_that_is_free_is_bounded_over_all_sizes():
         while taken:
             memory.give(taken.pop())
         again = memory.take(size)
-        assert any(one() is again for one in references)
-    assert sum(one.nbytes for reference in references if (one := reference()) is not None) <= IN_FLIGHT
+        assert any(reference() is again for reference in references)
+    assert sum(tensor.nbytes for reference in references if (tensor := reference()) is not None) <= IN_FLIGHT

@@ -113,7 +113,7 @@ def test_a_newest_checkpoint_with_a_damaged_manifest_is_told_of_and_replaced(
     path.write_bytes(damage(path.read_bytes()))
     again = Run(tmp_path)
     assert again.checkpoints.resume() == 1
-    (said,) = (one for one in caplog.messages if "not resumed from" in one)
+    (said,) = (message for message in caplog.messages if "not resumed from" in message)
     assert f"{path} is damaged" in said
     again.checkpoints.save(2, None if name.startswith("step-") else name)
     assert Run(tmp_path).checkpoints.resume() == 2
@@ -187,15 +187,15 @@ def test_foreign_files_stay(tmp_path: Path):
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     """Directories that may not be listed: root, as whom tests run, is refused none."""
-    found, list_them = set(), os.listdir
+    unlisted, list_them = set(), os.listdir
 
     def listdir(path: Path | str) -> list[str]:
-        if Path(path) in found:
+        if Path(path) in unlisted:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return list_them(path)
 
     monkeypatch.setattr(os, "listdir", listdir)
-    return found
+    return unlisted
 
 
 def test_directories_that_nobody_may_read_are_left_out(

@@ -24,11 +24,11 @@ for parameter in model.parameters():
     optimizer.step()
     parameter.grad = None
 optimizer.finish()
-found = [peak()]
+peaks = [peak()]
 for act in (zinf_fx.save_checkpoint, zinf_fx.load_checkpoint):
     act(folder + "/saved", model, optimizer)
-    found.append(peak())
-print(*found)
+    peaks.append(peak())
+print(*peaks)
 """
 
 

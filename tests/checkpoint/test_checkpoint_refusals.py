@@ -118,7 +118,7 @@ def test_flipped_bits_are_found(job: Job, tmp_path: Path):
     data = data_of(tmp_path / "saved")
     size = data.stat().st_size
     header = int.from_bytes(data.read_bytes()[:8], "little") + 8
-    found = 0
+    count = 0
     for offset in range(header, size, 3 * 4096):
         flip(data, offset)
         with pytest.raises(CheckpointError, match=r"is damaged: the \d+ bytes at offset \d+, of '") as caught:
@@ -127,10 +127,10 @@ def test_flipped_bits_are_found(job: Job, tmp_path: Path):
         with pytest.raises(OptimizerError, match="a checkpoint was loaded in part"):
             job.adam.step()
         flip(data, offset)
-        found += 1
+        count += 1
     job.load(tmp_path / "saved")
     job.train(5)
-    assert found > 3
+    assert count > 3
 
 
 def test_another_file_of_the_same_size(job: Job, tmp_path: Path):

@@ -69,7 +69,7 @@ def test_in_any_placement(tmp_path: Path, ranks: int, placement: str, at: int):
         {"placement": {"parameters": "device", "gradients": "host", "optimizer": "nvme", "activations": "device"}},
         slow({"options": {"overlap": False}, "compiled": True}),
     ],
-    ids=lambda how: " ".join(f"{name}={one}" for name, one in how.items()),
+    ids=lambda how: " ".join(f"{name}={value}" for name, value in how.items()),
 )
 def test_with_any_options(tmp_path: Path, how: dict[str, Any]):
     at = 4 if how.get("options", {}).get("step_in_backward") else 5
@@ -91,7 +91,7 @@ def test_states_of_another_form(tmp_path: Path, saved: str, loaded: str):
     second.load(tmp_path / "checkpoint")
     third.model.load_state_dict(first.model.state_dict())
     third.adam.load_state_dict(first.adam.state_dict())
-    states = [{n: one for n, one in job.values().items() if not n.startswith("grad")} for job in (second, third)]
+    states = [{n: value for n, value in job.values().items() if not n.startswith("grad")} for job in (second, third)]
     assert_equal(*states)
     if "few" in (saved, loaded):
         return
@@ -99,7 +99,7 @@ def test_states_of_another_form(tmp_path: Path, saved: str, loaded: str):
     losses = first.train(8)
     torch.manual_seed(5)
     assert second.train(8) == losses
-    weights = ({n: one for n, one in job.values().items() if n.startswith("model")} for job in (first, second))
+    weights = ({n: value for n, value in job.values().items() if n.startswith("model")} for job in (first, second))
     assert_equal(*weights)
 
 
@@ -226,8 +226,8 @@ def test_buffers_that_are_conjugated_or_negated_lazily(tmp_path: Path, count: in
 
     def built(value: complex) -> torch.nn.Module:
         module, turns = torch.nn.Module(), aligned_empty(8 * count)[: 8 * count].view(torch.complex64).fill_(value)
-        for name, one in (("turns", turns), ("back", turns.conj()), ("sines", turns.conj().imag)):
-            module.register_buffer(name, one)
+        for name, buffer in (("turns", turns), ("back", turns.conj()), ("sines", turns.conj().imag)):
+            module.register_buffer(name, buffer)
         return module
 
     saved, apart = built(1 + 2j), built(0)
@@ -237,8 +237,8 @@ def test_buffers_that_are_conjugated_or_negated_lazily(tmp_path: Path, count: in
     zinf_fx.save_checkpoint(tmp_path / "saved", saved)
     zinf_fx.export_safetensors(saved, tmp_path / "weights")
     zinf_fx.load_checkpoint(tmp_path / "saved", apart)
-    for found in (apart.state_dict(), load_file(tmp_path / "weights" / "model.safetensors")):
-        assert {name: set(value.tolist()) for name, value in found.items()} == {n: {v} for n, v in expected.items()}
+    for tensors in (apart.state_dict(), load_file(tmp_path / "weights" / "model.safetensors")):
+        assert {name: set(value.tolist()) for name, value in tensors.items()} == {n: {v} for n, v in expected.items()}
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme", None])
@@ -255,7 +255,9 @@ def test_gradients_of_all_models(tmp_path: Path, placement: str | None):
         return (*models, zinf_fx.optim.SGD([*models[0].parameters(), *models[1][1].parameters()], lr=0.1))
 
     def gradients(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {f"{n}.{name}": value_of(p.grad) for n, one in enumerate(models) for name, p in one.named_parameters()}
+        return {
+            f"{n}.{name}": value_of(p.grad) for n, model in enumerate(models) for name, p in model.named_parameters()
+        }
 
     first, other, optimizer = training(1)
     for model in (first, other):
@@ -269,4 +271,4 @@ def test_gradients_of_all_models(tmp_path: Path, placement: str | None):
 
     third, _, _ = training(3)
     zinf_fx.load_checkpoint(tmp_path / "saved", third, other=None)
-    assert_equal(gradients(third), {name: one for name, one in expected.items() if name.startswith("0.")})
+    assert_equal(gradients(third), {name: gradient for name, gradient in expected.items() if name.startswith("0.")})

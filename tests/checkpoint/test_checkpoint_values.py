@@ -37,8 +37,8 @@ plain = st.recursive(
 
 @given(plain)
 def test_any_plain_value(value: Any):
-    found = there_and_back(value)
-    assert found == value and repr(found) == repr(value)
+    loaded = there_and_back(value)
+    assert loaded == value and repr(loaded) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_any_plain_value(value: Any):
     ids=lambda value: type(value).__name__,
 )
 def test_values_of_other_types(value: Any):
-    found = there_and_back(value)
-    assert found == value and type(found) is type(value)
-    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+    loaded = there_and_back(value)
+    assert loaded == value and type(loaded) is type(value)
+    assert getattr(loaded, "maxlen", None) == getattr(value, "maxlen", None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
@@ -75,26 +75,26 @@ def test_values_of_other_types(value: Any):
 def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]):
     value = (torch.randn(shape) * 3).to(dtype)
     with torch.device("meta"):  # what torch makes tensors on when nothing else is said does not matter
-        found = there_and_back({"x": value})["x"]
-    assert found.dtype == dtype and found.shape == value.shape
+        loaded = there_and_back({"x": value})["x"]
+    assert loaded.dtype == dtype and loaded.shape == value.shape
     assert torch.equal(
-        found.view(torch.uint8) if shape else found.float(), value.view(torch.uint8) if shape else value.float()
+        loaded.view(torch.uint8) if shape else loaded.float(), value.view(torch.uint8) if shape else value.float()
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.int4, torch.uint1])
 def test_tensors_that_pytorch_cannot_copy_by_value(dtype: torch.dtype):
     codes = torch.arange(6, dtype=torch.uint8)
-    found = there_and_back(codes.view(dtype))
-    assert found.dtype == dtype and torch.equal(found.view(torch.uint8), codes)
+    loaded = there_and_back(codes.view(dtype))
+    assert loaded.dtype == dtype and torch.equal(loaded.view(torch.uint8), codes)
 
 
 @pytest.mark.parametrize("size", [1, INLINE])
 def test_what_is_conjugated_or_negated_lazily_has_its_values(size: int):
     value = torch.full((size,), 1 + 2j).conj()
-    found = there_and_back([value, value.imag])
+    loaded = there_and_back([value, value.imag])
     assert value.is_conj() and value.imag.is_neg()
-    assert torch.equal(found[0], value) and torch.equal(found[1], value.imag)
+    assert torch.equal(loaded[0], value) and torch.equal(loaded[1], value.imag)
 
 
 @pytest.mark.parametrize("value", [numpy.longdouble(1), numpy.arange(3, dtype=">i4")])
@@ -106,10 +106,10 @@ def test_dtypes_of_numpy_that_torch_lacks_are_refused(value: Any):
 def test_nan_and_numpy():
     assert math.isnan(there_and_back(math.nan))
     state = numpy.random.get_state()
-    found = there_and_back(state)
-    assert found[0] == state[0] and (found[1] == state[1]).all() and found[1].dtype == state[1].dtype
+    loaded = there_and_back(state)
+    assert loaded[0] == state[0] and (loaded[1] == state[1]).all() and loaded[1].dtype == state[1].dtype
     assert type(there_and_back(numpy.float32(1.5))) is numpy.float32
-    numpy.random.set_state(found)
+    numpy.random.set_state(loaded)
 
 
 @pytest.mark.parametrize(

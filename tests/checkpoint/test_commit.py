@@ -79,18 +79,18 @@ def test_killed_exports_leave_the_old_weights_or_the_new(
 ):
     old, new = net(1.0), net(2.0)
     zinf_fx.export_safetensors(old, tmp_path / "first", max_shard_size=before)
-    found = []
+    values = []
     for number in range(1, 200):
         directory = shutil.copytree(tmp_path / "first", tmp_path / f"killed{number}")
         died = killed_at(number, lambda d=directory: zinf_fx.export_safetensors(new, d, after), monkeypatch)
-        found.append(value_in(directory))
+        values.append(value_in(directory))
         zinf_fx.export_safetensors(net(3.0), directory, after)
         assert value_in(directory) == 3.0
         names = {path.name for path in directory.iterdir()}
         assert len(names) == (1 if after == ONE else 4), names
         if not died:
             break
-    assert len(found) > 5 and found == sorted(found) and {*found} == {1.0, 2.0}
+    assert len(values) > 5 and values == sorted(values) and {*values} == {1.0, 2.0}
 
 
 class Recorded(Files):
@@ -123,7 +123,7 @@ def test_nothing_relies_on_what_a_power_failure_could_undo(before: int, after: i
     assert renamed[-1] == last and len(renamed) == (1 if after > SEVERAL else 4)
     for name in renamed:
         assert files.done.index(("sync", name)) < files.done.index(("rename", name))
-    names_synced = [number for number, one in enumerate(files.done) if one == ("sync", tmp_path.name)]
+    names_synced = [number for number, operation in enumerate(files.done) if operation == ("sync", tmp_path.name)]
     committed = files.done.index(("rename", last))
     if renamed[:-1]:  # their names are on the disk before the one that makes them count
         assert any(files.done.index(("rename", renamed[-2])) < number < committed for number in names_synced)
@@ -251,13 +251,13 @@ def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pyt
     def within(*arguments: object) -> None:
         with pytest.raises(CheckpointError, match="another process saves to it now"):
             zinf_fx.export_safetensors(net(2.0), tmp_path)
-        found.append(arguments)
+        calls.append(arguments)
 
-    found: list[object] = []
+    calls: list[object] = []
     fallocate = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda *a: (found or within(*a), fallocate(*a)))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *a: (calls or within(*a), fallocate(*a)))
     zinf_fx.export_safetensors(net(1.0), tmp_path)
-    assert found and value_in(tmp_path) == 1.0
+    assert calls and value_in(tmp_path) == 1.0
 
 
 def test_a_lock_is_that_of_the_file_that_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

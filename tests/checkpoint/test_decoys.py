@@ -148,14 +148,14 @@ DECOYS = [
 
 def seen(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, tuple]:
     """Everything below a directory: what it is, whose, how large on the disk, and its content."""
-    found = {}
+    entries = {}
     for path in sorted(root.rglob("*")):
         info = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(info.st_mode) else os.readlink(path) if path.is_symlink() else ""
         # A lock that wasn't there may stay.
         if path.name not in but and not (path.name == "lock" and content == b""):
-            found[str(path.relative_to(root))] = info.st_mode, info.st_uid, info.st_blocks, content
-    return found
+            entries[str(path.relative_to(root))] = info.st_mode, info.st_uid, info.st_blocks, content
+    return entries
 
 
 def attempts(root: Path, step: Path) -> list[Callable[[], object]]:
@@ -168,8 +168,8 @@ def attempts(root: Path, step: Path) -> list[Callable[[], object]]:
         ["clean", str(step.parent), str(root / "store")],
         *(["checkpoint", action, str(step)] for action in ("list", "verify", "inspect")),
         *(
-            ["checkpoint", "convert", str(step), "-o", str(root / "out"), "--format", one]
-            for one in ("dcp", "safetensors")
+            ["checkpoint", "convert", str(step), "-o", str(root / "out"), "--format", format_name]
+            for format_name in ("dcp", "safetensors")
         ),
     ]
     return [
@@ -200,9 +200,9 @@ def test_decoys_stay_as_they_are(
             attempt()
         except ZinfError:
             continue
-    found = {name: seen(tmp_path / name, but=tuple(of_ours)) for name in ("home", "run")}
-    assert found["home"] == before["home"]
-    assert before["run"].items() <= found["run"].items()
+    after = {name: seen(tmp_path / name, but=tuple(of_ours)) for name in ("home", "run")}
+    assert after["home"] == before["home"]
+    assert before["run"].items() <= after["run"].items()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -273,9 +273,9 @@ def test_what_earlier_versions_left_is_swept_where_its_checksums_prove_it(left: 
 
 def wrong_content(path: Path) -> None:
     of_an_earlier_version(path)
-    found = look_at(path.parent)
+    checkpoint = look_at(path.parent)
     with path.open("r+b") as file:
-        for _, piece in found.manifest.pieces():
+        for _, piece in checkpoint.manifest.pieces():
             file.seek(piece.offset)
             file.write(b"\1" * 16)
 
@@ -303,8 +303,8 @@ def test_a_directory_that_is_found_twice_is_one(left: Path):
     """A file of two names, of which one is known."""
     os.link(left, left.parent.parent / "backup")
     before = seen(left.parent)
-    found = look_at(left.parent)
-    assert give_back_unnamed([found, found]) == {} and seen(left.parent) == before
+    checkpoint = look_at(left.parent)
+    assert give_back_unnamed([checkpoint, checkpoint]) == {} and seen(left.parent) == before
 
 
 def test_a_load_that_fails_frees_nothing_in_what_it_would_have_adopted(left: Path, tmp_path: Path):

@@ -134,8 +134,8 @@ def test_an_error_is_raised_by_the_manager_and_not_by_the_step(tmp_path: Path, t
     run = tmp_path / "run"
 
     def step() -> None:
-        for optimizer, each in zip(optimizers, (model, plain), strict=True):
-            for parameter in each.parameters():
+        for optimizer, net in zip(optimizers, (model, plain), strict=True):
+            for parameter in net.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             optimizer.zero_grad()

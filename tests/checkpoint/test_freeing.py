@@ -30,7 +30,7 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def is_under_way() -> bool:
     """Whether a file is being given back."""
-    return any(one.name.startswith("zinf: freeing") for one in threading.enumerate())
+    return any(thread.name.startswith("zinf: freeing") for thread in threading.enumerate())
 
 
 def large(path: Path) -> Path:
@@ -77,19 +77,19 @@ def test_what_needs_the_room_waits_for_it(
 
 def open_files() -> list[str]:
     """The paths of this process's open files."""
-    found = []
+    paths = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return paths
 
 
 def test_a_process_made_by_fork_has_none_of_them(tmp_path: Path, closing: threading.Event) -> None:
     Files().remove(large(tmp_path / "data"))
-    assert any(one.startswith(str(tmp_path)) for one in open_files())
+    assert any(path.startswith(str(tmp_path)) for path in open_files())
     threading.Timer(0.05, closing.set).start()
     if (pid := os.fork()) == 0:
-        os._exit(any(one.startswith(str(tmp_path)) for one in open_files()))
+        os._exit(any(path.startswith(str(tmp_path)) for path in open_files()))
     assert os.waitpid(pid, 0)[1] == 0
 
 

@@ -48,21 +48,21 @@ def killed(store: Path, directory: Path, number: int) -> bool:
 
 
 def test_kills_at_every_operation(tmp_path: Path, other: Counting):
-    found = []
+    steps = []
     for number in range(1, 100):
         store, directory = tmp_path / f"store-{number}", tmp_path / str(number)
         died = killed(store, directory, number)
-        found.append(other.load(directory))
+        steps.append(other.load(directory))
         zinf_fx.runtime.disk.scratch.survey(store, remove=True)
         other.step()
         other.save(directory)
         assert_only_one(directory)
-        assert other.load(directory) == found[-1] + 1
+        assert other.load(directory) == steps[-1] + 1
         shutil.rmtree(store)
         if not died:
             break
-    assert not died and len(found) > 10
-    assert found == sorted(found) and set(found) == {1, 2}
+    assert not died and len(steps) > 10
+    assert steps == sorted(steps) and set(steps) == {1, 2}
 
 
 def test_power_fails_at_every_operation(tmp_path: Path, other: Counting):
@@ -81,8 +81,8 @@ def test_power_fails_at_every_operation(tmp_path: Path, other: Counting):
     job.step()
     disk.remember()
     job.check()
-    found = [other.load(put(content, image) / "saved") for content in disk.images]
-    assert len(found) > 15 and set(found) == {1, 2, 3}
+    steps = [other.load(put(content, image) / "saved") for content in disk.images]
+    assert len(steps) > 15 and set(steps) == {1, 2, 3}
     last = [other.load(put(content, image) / "saved") for content in disk.after()]
     assert set(last) == {3}
 
@@ -217,14 +217,14 @@ def test_a_job_that_ends_or_is_killed_leaves_what_checkpoints_name(tmp_path: Pat
 def test_a_killed_job(tmp_path: Path, other: Counting, monkeypatch: pytest.MonkeyPatch):
     assert not killed(tmp_path / "store", tmp_path / "saved", 99)
     (link,) = (tmp_path / "saved").glob("*.extents")
-    found = [look_at(tmp_path / "saved")]
-    named = sum(map(len, found[0].manifest.content_of(link.name)))
+    checkpoints = [look_at(tmp_path / "saved")]
+    named = sum(map(len, checkpoints[0].manifest.content_of(link.name)))
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "content_of", None)  # of which many pieces may have to be looked at
-        give_back_unnamed(found)  # its scratch directory has another name of the file
+        give_back_unnamed(checkpoints)  # its scratch directory has another name of the file
     assert link.stat().st_nlink == 2 and link.stat().st_blocks * 512 == link.stat().st_size
     assert zinf_fx.runtime.disk.scratch.survey(tmp_path / "store", remove=True).popitem()[1] is None
-    give_back_unnamed(found)
+    give_back_unnamed(checkpoints)
     assert named <= link.stat().st_blocks * 512 < link.stat().st_size / 2
     assert other.load(tmp_path / "saved") == 2
 

@@ -112,7 +112,7 @@ class Filled:
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    return all(torch.equal(tensor, other) for tensor, other in zip(some, others, strict=True))
 
 
 def test_no_byte_more_is_moved(tmp_path: Path):

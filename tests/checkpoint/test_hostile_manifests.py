@@ -52,10 +52,10 @@ class _Saved:
         """Whether a mutation is loaded; what is looked at and verified is at least no other error."""
         write(self.directory, content := mutated(self.content, seed))
         with _at_once():
-            (found,) = checkpoints_in(self.directory)
-        if found.manifest is not None:
+            (checkpoint,) = checkpoints_in(self.directory)
+        if checkpoint.manifest is not None:
             with _at_once():
-                damages_of(self.directory, found.manifest, lambda nbytes: None)
+                damages_of(self.directory, checkpoint.manifest, lambda nbytes: None)
         try:
             with _at_once():
                 self.other.load(self.directory)
@@ -68,11 +68,11 @@ class _Saved:
 
     def _expected_of(self, content: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What was saved, with the states under the names that a manifest gives them: an optimizer may have any."""
-        saved, found = (one["values"]["optimizer"]["state"] for one in (self.content, content))
+        saved, hostile = (described["values"]["optimizer"]["state"] for described in (self.content, content))
         (group,) = self.content["values"]["optimizer"]["groups"]
         expected = dict(self.expected)
         for number, parameter in enumerate(group["params"]):
-            names = {value["$kept"]: name for name, value in _kept(found.get(parameter, {}))}
+            names = {value["$kept"]: name for name, value in _kept(hostile.get(parameter, {}))}
             states = {name: value["$kept"] for name, value in _kept(saved.get(parameter, {}))}
             values = {names[kept]: expected.pop(f"state.{number}.{name}") for name, kept in states.items()}
             expected |= {f"state.{number}.{name}": value for name, value in values.items()}
@@ -167,7 +167,7 @@ def with_file(content: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def twice(content: dict[str, Any]) -> dict[str, Any]:
     """Two tensors in one place, which would be written over each other."""
     first, *others = content["tensors"]
-    kinds = [(one["dtype"], one["shape"]) for one in others]
+    kinds = [(entry["dtype"], entry["shape"]) for entry in others]
     number = kinds.index((first["dtype"], first["shape"]))
     others[number] = {**others[number], "boxes": first["boxes"]}
     return {**content, "tensors": [first, *others]}
@@ -277,8 +277,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_hostile_is_refused_at_once(saved: _Saved, name: str):
     change, says = HOSTILE[name]
-    found = saved.refused(change(saved.content))
-    assert says in found and len(found) < 2000
+    message = saved.refused(change(saved.content))
+    assert says in message and len(message) < 2000
 
 
 def test_one_tensor_is_kept_under_one_name(saved: _Saved):
@@ -321,13 +321,13 @@ def test_a_state_that_is_refused_by_who_is_to_have_it(saved: _Saved):
     ],
 )
 def test_boxes_that_are_all_of_a_tensor(saved: _Saved, shape: list[int], boxes: list[tuple[list[int], list[int]]]):
-    one, offset = tensor(shape, boxes), 0
-    for box in one["boxes"]:
+    entry, offset = tensor(shape, boxes), 0
+    for box in entry["boxes"]:
         (piece,) = box["pieces"]
         box["pieces"] = [{**piece, "offset": offset}] if all(box["shape"]) else []
         offset += 4 * sum(piece["count"] for piece in box["pieces"])
     file = {"path": "data-00000000-0-0.safetensors", "nbytes": offset}
-    content = {**saved.content, "tensors": [one], "same": [], "files": [file], "values": {}}
+    content = {**saved.content, "tensors": [entry], "same": [], "files": [file], "values": {}}
     write(saved.directory, content)
     assert from_text((saved.directory / "manifest.json").read_bytes(), "it").tensors[0].name == "model/x"
 

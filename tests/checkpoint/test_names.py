@@ -97,7 +97,7 @@ def stored(tmp_path: Path) -> Callable[..., Net]:
 def values(model: nn.Module) -> list[torch.Tensor]:
     """Return the values of all parameters and buffers, in order."""
     tensors = (*model.parameters(), *model.buffers())
-    return [one.full_tensor() if isinstance(one, zinf_fx.StoredTensor) else one for one in tensors]
+    return [tensor.full_tensor() if isinstance(tensor, zinf_fx.StoredTensor) else tensor for tensor in tensors]
 
 
 def assert_equal(model: nn.Module, other: nn.Module) -> None:
@@ -125,8 +125,8 @@ def test_what_only_looks_like_a_wrapper_keeps_its_name():
 @pytest.mark.parametrize("how", WRAPPED)
 def test_exports_have_plain_names_and_load_into_any(tmp_path: Path, stored: Callable, how: str):
     zinf_fx.export_safetensors(stored(how, seed=1), tmp_path / "out")
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {*found, "head.weight"} == {*net().state_dict()}
+    exported = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {*exported, "head.weight"} == {*net().state_dict()}
     for other in ("nothing", how, "one block"):
         model = stored(other)
         zinf_fx.load_safetensors(model, tmp_path / "out")
@@ -203,8 +203,8 @@ RULES = [("blocks.0.*", "host"), ("table.weight", "device"), ("*", "nvme")]
 def test_patterns_of_placements_are_of_plain_names(stored: Callable, how: str):
     model = stored(how, placement={"parameters": RULES})
     tiers = {
-        name: one.stored.tier
-        for name, one in zip(
+        name: parameter.stored.tier
+        for name, parameter in zip(
             plain_names(model, dict(model.named_parameters())).values(), model.parameters(), strict=True
         )
     }
@@ -218,8 +218,8 @@ def test_patterns_hold_for_what_is_compiled_in_one_line(tmp_path: Path, how: str
     model = net(how)
     options = {"placement": {"parameters": RULES}, "store": tmp_path}
     torch.compile(model, backend="zinf", options=options)(torch.arange(6)).sum().backward()
-    assert {one.stored.tier for one in model.blocks[0].parameters()} == {"host"}
-    assert {one.stored.tier for one in model.blocks[1].parameters()} == {"nvme"}
+    assert {parameter.stored.tier for parameter in model.blocks[0].parameters()} == {"host"}
+    assert {parameter.stored.tier for parameter in model.blocks[1].parameters()} == {"nvme"}
 
 
 @pytest.mark.parametrize("how", ["nothing", "blocks", "for checkpointing"])

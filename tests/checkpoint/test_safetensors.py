@@ -58,17 +58,17 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
         return safetensors.torch.load_file(directory / "model.safetensors")
-    found = {}
+    tensors = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
-        found[name] = safetensors.torch.load_file(directory / file)[name]
-    return found
+        tensors[name] = safetensors.torch.load_file(directory / file)[name]
+    return tensors
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         value = value.full_tensor() if isinstance(value, zinf_fx.StoredTensor) else value
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
 
 
 def once(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -148,7 +148,7 @@ def test_models_are_loaded_from_what_the_library_writes(
     with torch.device(default):
         zinf_fx.load_safetensors(model, tmp_path / "plain.safetensors")
     assert_equal({name: value for name, value in plain.state_dict().items()}, model.state_dict())
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert all(parameter is other for parameter, other in zip(parameters, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("limit", ["5GB", 3000])
@@ -309,6 +309,6 @@ def test_training_goes_on_from_what_was_loaded(tmp_path: Path, stored: Callable)
         if number == 2:
             plain.load_state_dict(net(1).state_dict())
             zinf_fx.load_safetensors(model, tmp_path / "file.safetensors")
-        for one, optimizer in optimizers.items():
-            step(one, optimizer)
+        for module, optimizer in optimizers.items():
+            step(module, optimizer)
     assert_equal(plain.state_dict(), model.state_dict())

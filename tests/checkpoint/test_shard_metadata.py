@@ -40,8 +40,8 @@ def test_consecutive_elements_are_boxes_in_order(drawn: tuple[tuple[int, ...], l
     whole = torch.arange(Box.whole(shape).numel).view(shape)
     elements = data.draw(st.composite(lambda draw: some_of(draw, box))())
     parts = list(box.boxes_of(elements))
-    found = torch.cat([elements_of(whole, part) for part in parts]) if parts else torch.empty(0)
-    assert found.tolist() == elements_of(whole, box)[elements.start : elements.stop].tolist()
+    joined = torch.cat([elements_of(whole, part) for part in parts]) if parts else torch.empty(0)
+    assert joined.tolist() == elements_of(whole, box)[elements.start : elements.stop].tolist()
     assert len(parts) <= max(2 * len(shape) - 1, 1)
 
 
@@ -49,13 +49,13 @@ def test_consecutive_elements_are_boxes_in_order(drawn: tuple[tuple[int, ...], l
 def test_what_two_have_in_common_is_copied_and_nothing_else(
     drawn: tuple[tuple[int, ...], list[Box]], data: st.DataObject
 ):
-    shape, (one, other) = drawn
+    shape, (own, other) = drawn
     whole = torch.arange(Box.whole(shape).numel).view(shape)
-    mine, theirs = (data.draw(st.composite(lambda draw, box=box: some_of(draw, box))()) for box in (one, other))
+    mine, theirs = (data.draw(st.composite(lambda draw, box=box: some_of(draw, box))()) for box in (own, other))
     source = elements_of(whole, other)[theirs.start : theirs.stop].clone()
     target = torch.full((len(mine),), -1)
-    copy_common(target, one, mine, source, other, theirs)
-    wanted = elements_of(whole, one)[mine.start : mine.stop]
+    copy_common(target, own, mine, source, other, theirs)
+    wanted = elements_of(whole, own)[mine.start : mine.stop]
     there = set(source.tolist())
     assert target.tolist() == [value if value in there else -1 for value in wanted.tolist()]
 
@@ -74,9 +74,9 @@ class Counted(tuple):
     looks = 0
 
     def __getitem__(self, number: int | slice) -> object:
-        found = super().__getitem__(number)
-        self.looks += len(found) if isinstance(number, slice) else 1
-        return found
+        item = super().__getitem__(number)
+        self.looks += len(item) if isinstance(number, slice) else 1
+        return item
 
     def __iter__(self) -> Iterator[SavedPiece]:
         self.looks += len(self)
@@ -87,12 +87,14 @@ class Counted(tuple):
 def test_the_pieces_that_are_needed_are_those_with_elements_in_common(
     drawn: tuple[tuple[int, ...], list[Box]], counts: list[int], data: st.DataObject
 ):
-    shape, (one, other) = drawn
+    shape, (own, other) = drawn
     whole = torch.arange(Box.whole(shape).numel).view(shape)
-    tensor, mine = saved(shape, other, [*counts, other.numel]), data.draw(st.composite(some_of)(one))
-    needed = [piece for _, piece in needed_for(tensor, one, mine)] if mine else []
-    wanted, theirs = set(elements_of(whole, one)[mine.start : mine.stop].tolist()), elements_of(whole, other).tolist()
-    with_any = [one for one in tensor.boxes[0].pieces if wanted & set(theirs[one.start : one.start + one.count])]
+    tensor, mine = saved(shape, other, [*counts, other.numel]), data.draw(st.composite(some_of)(own))
+    needed = [piece for _, piece in needed_for(tensor, own, mine)] if mine else []
+    wanted, theirs = set(elements_of(whole, own)[mine.start : mine.stop].tolist()), elements_of(whole, other).tolist()
+    with_any = [
+        piece for piece in tensor.boxes[0].pieces if wanted & set(theirs[piece.start : piece.start + piece.count])
+    ]
     assert [piece for piece in needed if piece in with_any] == with_any  # and some between them
 
 

@@ -86,8 +86,8 @@ def test_an_earlier_checkpoint_and_other_jobs_keep_what_they_have(tmp_path: Path
     store_of(jobs[0]).close()
     jobs[1].check()
     reader = Counting(tmp_path / "reader")
-    found = [reader.load(tmp_path / name) for name in ("earlier", "saved by 0", "saved by 1")]
-    assert found == [1, 5, 5]
+    steps = [reader.load(tmp_path / name) for name in ("earlier", "saved by 0", "saved by 1")]
+    assert steps == [1, 5, 5]
 
 
 def test_a_job_that_is_alive_keeps_its_room_when_others_take_up_its_checkpoint(tmp_path: Path):
