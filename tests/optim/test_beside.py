@@ -322,10 +322,10 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path, gate: Gated, placement:
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=in_backward)
     expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
     before = []
-    found = trained(torch.compile(model, backend="zinf"), optimizer, lambda: before.append(len(gate.threads)))
-    assert found == expected
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), other)
+    losses = trained(torch.compile(model, backend="zinf"), optimizer, lambda: before.append(len(gate.threads)))
+    assert losses == expected
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), other)
     assert gate.threads and (before[0] > 0) == in_backward  # what is updated in backward is updated beside it
 
 
@@ -374,8 +374,8 @@ def test_a_step_that_is_closed_while_the_thread_looks_ends_behind_all_updates(
     plain(x).backward()
     torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True).step()
     assert looks[0]
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), other)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), other)
 
 
 def test_who_needs_memory_waits_for_the_chunk_that_the_thread_updates(

@@ -28,9 +28,9 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 def coded(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and scales of a state."""
-    found = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // BLOCK))
-    encode(name, values.flatten(), *found)
-    return found
+    buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // BLOCK))
+    encode(name, values.flatten(), *buffers)
+    return buffers
 
 
 def rounded(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def rounded(name: str, values: torch.Tensor) -> torch.Tensor:
 
 def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
     """The values of a state that an optimizer shows, in the parameter's shape."""
-    codes, scales = (state[one].full_tensor() for one in (name, companion_of(name)))
+    codes, scales = (state[key].full_tensor() for key in (name, companion_of(name)))
     return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
 
 
@@ -96,10 +96,10 @@ def test_codes_do_not_depend_on_the_defaults_of_torch(name: str, default: Callab
     for table in tables:
         table.cache_clear()
         request.addfinalizer(table.cache_clear)
-    found = [torch.empty_like(one) for one in expected]
+    buffers = [torch.empty_like(tensor) for tensor in expected]
     with default():
-        encode(name, values, *found)
-    assert all(map(torch.equal, found, expected))
+        encode(name, values, *buffers)
+    assert all(map(torch.equal, buffers, expected))
 
 
 OPTIMIZERS = {"AdamW": {"amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9}, "NAdam": {}}

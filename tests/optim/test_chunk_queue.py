@@ -76,10 +76,10 @@ def test_what_came_is_counted_once() -> None:
 
 def test_bytes_that_wait_are_those_that_came_and_did_not_go() -> None:
     progress = Progress(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    several = [SimpleNamespace(parameter=object(), gradient=None) for _ in range(3)]
-    for number, states in enumerate(several[:2]):
+    all_states = [SimpleNamespace(parameter=object(), gradient=None) for _ in range(3)]
+    for number, states in enumerate(all_states[:2]):
         progress.hold(states.parameter, 10 + number)
-    progress.finish({states.parameter: states for states in several[1:]}, ())
+    progress.finish({states.parameter: states for states in all_states[1:]}, ())
     assert progress.bytes_held == 10
     progress.end()
     assert progress.bytes_held == 0
@@ -88,7 +88,7 @@ def test_bytes_that_wait_are_those_that_came_and_did_not_go() -> None:
 def test_a_queue_is_not_empty_while_it_is_cut() -> None:
     queue = queue_of(SimpleNamespace(chunks=lambda elements: ["chunk"], elements=1))
     queue.memory.elements = 1
-    found: list[bool] = []
-    queue._loose = Watched(queue._loose, lambda: found.append(bool(queue._unopened)))
+    were_unopened: list[bool] = []
+    queue._loose = Watched(queue._loose, lambda: were_unopened.append(bool(queue._unopened)))
     queue.cut()
-    assert found[-1] and not deque.__len__(queue._loose)
+    assert were_unopened[-1] and not deque.__len__(queue._loose)

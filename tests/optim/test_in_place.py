@@ -67,13 +67,13 @@ def test_lists_of_the_last_step_serve_the_next_one(twins, monkeypatch, kind: typ
         return make(self, *arguments)
 
     for step in range(7):
-        for one in (optimizer, reference):
-            one.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for opt in (optimizer, reference):
+            opt.param_groups[0]["lr"] = 0.1 / (step + 1)
         pair.give_gradients()
         if step == 4:
             name = next(name for name, value in reference.state[pair.masters[0]].items() if value.dim())
-            for one, parameter in ((optimizer, pair.stored[0]), (reference, pair.masters[0])):
-                one.state[parameter][name] = torch.full(parameter.shape, 0.5)
+            for opt, parameter in ((optimizer, pair.stored[0]), (reference, pair.masters[0])):
+                opt.state[parameter][name] = torch.full(parameter.shape, 0.5)
         reference.step()
         made.append(False)
         with monkeypatch.context() as patch:
@@ -214,8 +214,8 @@ def test_a_fused_class_unscales_copies_of_gradients(twins, called):
     pair = twins("device", torch.bfloat16)
     optimizer, reference = optim.AdamW(pair.stored), torch.optim.AdamW(pair.masters, fused=True)
     pair.train(optimizer, reference, steps=2)
-    for one in (optimizer, reference):
-        one.grad_scale, one.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    for opt in (optimizer, reference):
+        opt.grad_scale, opt.found_inf = torch.tensor(4.0), torch.tensor(0.0)
     pair.train(optimizer, reference, steps=2)
     assert called == [7] * 3
 
@@ -227,7 +227,7 @@ def test_stored_in_place_and_ordinary_parameters_in_one_step(twins, called):
     twin = torch.nn.Parameter(ordinary.detach().clone())
     optimizer = optim.AdamW([*(p for pair in (*pairs, low) for p in pair.stored), ordinary], lr=1e-2)
     reference = torch.optim.AdamW([*(p for pair in (*pairs, low) for p in pair.masters), twin], lr=1e-2, fused=True)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in (optimizer, reference)]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.7) for opt in (optimizer, reference)]
     for step in range(5):
         for pair in (*pairs, low):
             pair.give_gradients()
@@ -283,8 +283,8 @@ def test_an_error_in_the_middle_tears_the_step(twins, monkeypatch, placement: st
     names = [*zip("ab", pair.stored, strict=True), ("c", beside.stored[0])]
     optimizer = optim.AdamW(names)
     for _ in range(2):
-        for each in (pair, beside):
-            each.give_gradients()
+        for trained in (pair, beside):
+            trained.give_gradients()
         optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
 
@@ -307,8 +307,8 @@ def test_what_was_updated_at_once_is_named_when_the_rest_fails(twins, monkeypatc
     pair, beside = twins("host", shapes=((6,), (7,))), twins("nvme", shapes=((8,),))
     optimizer = optim.AdamW([*zip("ab", pair.stored, strict=True), ("c", beside.stored[0])])
     for _ in range(2):
-        for each in (pair, beside):
-            each.give_gradients()
+        for trained in (pair, beside):
+            trained.give_gradients()
         optimizer.step()
 
     def failing(*arguments: object) -> None:
@@ -349,14 +349,14 @@ def test_states_that_are_loaded_groups_that_join_and_options_that_change(twins, 
         pair.give_gradients()
         optimizer.step()
         reference.step()
-    for one in (optimizer, reference):
-        one.load_state_dict(copy.deepcopy(one.state_dict()))
+    for opt in (optimizer, reference):
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     optimizer.add_param_group({"params": pair.stored[2:], "lr": 0.1})
     reference.add_param_group({"params": pair.masters[2:], "lr": 0.1})
     pair.train(optimizer, reference)
-    for one in (optimizer, reference):
-        one.param_groups[0]["weight_decay"] = 0.5
-        one.zero_grad()
+    for opt in (optimizer, reference):
+        opt.param_groups[0]["weight_decay"] = 0.5
+        opt.zero_grad()
     pair.train(optimizer, reference)
     assert called[-2:] == [2, 1]
 

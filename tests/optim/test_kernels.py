@@ -109,9 +109,9 @@ def any_of_each(flags: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def check_same(mine: list[Operands], theirs: list[Operands]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
+    for operands, other in zip(mine, theirs, strict=True):
         expected = OrderedDict(tensors(other))
-        for name, value in tensors(one):
+        for name, value in tensors(operands):
             assert value.dtype == expected[name].dtype
             if value.is_floating_point():  # of which NaN has many
                 same = (value == expected[name]) & (value.signbit() == expected[name].signbit())
@@ -119,7 +119,7 @@ def check_same(mine: list[Operands], theirs: list[Operands]) -> None:
             else:
                 same = value == expected[name]
                 if name in (MASTER, MASTER_UP):  # the rest of NaN, which are any bits
-                    same |= any_of_each(one.parameter.isnan(), 8 if name == MASTER_UP else 1)
+                    same |= any_of_each(operands.parameter.isnan(), 8 if name == MASTER_UP else 1)
             assert same.all(), (
                 name,
                 (~same).nonzero().flatten()[:5].tolist(),

@@ -202,8 +202,8 @@ def test_updated_in_backward(tmp_path, kind: type[Optimizer]):
     mine, theirs = streaming(model.parameters(), step_in_backward=True), kind(plain.parameters())
     trains(mine, theirs)
     for _ in range(4):
-        for each, optimizer in ((model, mine), (plain, theirs)):
-            each(torch.ones(3, 40)).square().mean().backward()
+        for net, optimizer in ((model, mine), (plain, theirs)):
+            net(torch.ones(3, 40)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     for stored, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -285,8 +285,8 @@ def test_a_step_that_changes_nothing_moves_no_counter(twins):
 def test_a_counter_that_moves_is_no_other_option(twins, monkeypatch):
     """What the class keeps is tried once, not at each step."""
     tried = []
-    found = optim.layouts.probe
-    monkeypatch.setattr(optim.layouts, "probe", lambda *args: (tried.append(args), found(*args))[1])
+    probe = optim.layouts.probe
+    monkeypatch.setattr(optim.layouts, "probe", lambda *args: (tried.append(args), probe(*args))[1])
     pair = twins("nvme", shapes=SHAPES)
     for how in ("plain", "streamed"):
         optimizer = made(CountsInGroup, pair.stored, how)

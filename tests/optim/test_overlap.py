@@ -193,9 +193,9 @@ def test_a_step_that_fails_before_it_returns_is_taken_again(twins, monkeypatch, 
         if by == "step":
             pair.stored[0].full_tensor()
         else:
-            found.append(in_a_thread(pair.stored[0].full_tensor))
+            errors.append(in_a_thread(pair.stored[0].full_tensor))
 
-    found: list[BaseException | None] = []
+    errors: list[BaseException | None] = []
     with monkeypatch.context() as patch:
         patch.setattr(ChunkQueue, "ready", False)  # all is left to the background
         patch.setattr(EXECUTOR, "end", read)
@@ -204,7 +204,7 @@ def test_a_step_that_fails_before_it_returns_is_taken_again(twins, monkeypatch, 
             optimizer.step()
     clear_faults(store)
     assert optimizer.torn is None and background(pair) is None
-    assert not found or found == [raised.value]
+    assert not errors or errors == [raised.value]
     optimizer.step()
     reference.step()
     pair.check()

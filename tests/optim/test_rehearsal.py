@@ -75,8 +75,8 @@ def test_in_backward(tmp_path):
                 model(x).sum().backward()
             mine.param_groups[0]["eps"] = 1e-8
             mine.zero_grad()
-        for each, optimizer in ((model, mine), (plain, theirs)):
-            each(x).sum().backward()
+        for net, optimizer in ((model, mine), (plain, theirs)):
+            net(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model.weight.full_tensor(), plain.weight)

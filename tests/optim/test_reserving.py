@@ -44,11 +44,11 @@ def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
 
 
 def values(made: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    found = {}
+    tensors = {}
     for name, parameter in made.named_parameters():
         for key, value in {"": parameter, **optimizer.state[parameter]}.items():
-            found[f"{name}.{key}"] = value.full_tensor() if isinstance(value, zinf_fx.StoredTensor) else value
-    return found
+            tensors[f"{name}.{key}"] = value.full_tensor() if isinstance(value, zinf_fx.StoredTensor) else value
+    return tensors
 
 
 def named(made: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -94,8 +94,8 @@ def test_a_class_that_updates_whole_parameters(tmp_path: Path):
     resumed = optim.Adafactor(loaded.parameters())
     optim.reserve_states(resumed)
     load(loaded, resumed, named(loaded, resumed), tmp_path / "saved")
-    for each in ((saved, optimizer), (loaded, resumed)):
-        train(*each, range(2, 4))
+    for job in ((saved, optimizer), (loaded, resumed)):
+        train(*job, range(2, 4))
     expected = values(saved, optimizer)
     for name, value in values(loaded, resumed).items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
@@ -110,9 +110,9 @@ def test_no_bytes_are_moved(tmp_path: Path):
     states = named(made, optimizer)
     assert store.counters() == before
     assert all(parameter.grad is None for parameter in made.parameters())
-    found = states["optimizer"]["state"]["0.weight"]
-    assert set(found) == {"step", "exp_avg", "exp_avg_sq", "master"}
-    assert isinstance(found["master"], zinf_fx.StoredTensor) and found["master"].dtype == torch.float32
+    state = states["optimizer"]["state"]["0.weight"]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master"}
+    assert isinstance(state["master"], zinf_fx.StoredTensor) and state["master"].dtype == torch.float32
     assert type(states["optimizer"]["state"]["1.weight"]["exp_avg"]) is torch.Tensor
 
 

@@ -26,8 +26,8 @@ def unscale(parameters: list[torch.Tensor]) -> float:
     """Returns whether an infinity was found."""
     optimizer, unscaler = torch.optim.SGD(parameters, fused=True), scaler()
     unscaler.unscale_(optimizer)
-    (found,) = unscaler._found_inf_per_device(optimizer).values()
-    return found.item()
+    (found_inf,) = unscaler._found_inf_per_device(optimizer).values()
+    return found_inf.item()
 
 
 OPERATIONS: dict[str, Callable[[list[torch.Tensor]], object]] = {
@@ -50,9 +50,9 @@ def pair(tmp_path, request: pytest.FixtureRequest) -> tuple[torch.nn.ParameterLi
     stored, plain = (torch.nn.ParameterList(torch.zeros(g.shape, dtype=dtype) for g in gradients) for _ in range(2))
     zinf_fx.offload(stored, store=tmp_path, placement=placement, chunk=CHUNK)
     extra = [torch.nn.Parameter(torch.zeros(9, dtype=dtype)) for _ in range(2)]
-    for side, one in zip((stored, plain), extra, strict=True):
-        one.grad = torch.arange(9).to(dtype)
-        side.append(one)
+    for side, parameter in zip((stored, plain), extra, strict=True):
+        parameter.grad = torch.arange(9).to(dtype)
+        side.append(parameter)
     for mine, theirs, gradient in zip(stored, plain, gradients, strict=False):
         accumulate([mine], [gradient])
         theirs.grad = gradient.clone()

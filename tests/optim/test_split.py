@@ -27,9 +27,12 @@ def bits_of(masters: torch.Tensor) -> torch.Tensor:
 def kept(masters: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weights of masters, and what is kept beside them."""
     weights = masters.to(torch.bfloat16)
-    found = torch.full((masters.numel(),), -1, dtype=LOWER), torch.full(UPS.shape(masters.shape), 255, dtype=UPS.dtype)
-    WAYS[way][0](masters, weights, *found)
-    return weights, *found
+    buffers = (
+        torch.full((masters.numel(),), -1, dtype=LOWER),
+        torch.full(UPS.shape(masters.shape), 255, dtype=UPS.dtype),
+    )
+    WAYS[way][0](masters, weights, *buffers)
+    return weights, *buffers
 
 
 def of_any_upper_half(lower: int) -> torch.Tensor:
@@ -41,9 +44,9 @@ def of_any_upper_half(lower: int) -> torch.Tensor:
 @pytest.mark.parametrize("lower", LOWERS)
 def test_every_bit_comes_back(lower: int, way: str) -> None:
     masters = of_any_upper_half(lower)
-    found = WAYS[way][1](*kept(masters, way), torch.empty(masters.numel()))
+    restored = WAYS[way][1](*kept(masters, way), torch.empty(masters.numel()))
     nan = masters.isnan()
-    assert torch.equal(bits_of(found)[~nan], bits_of(masters)[~nan]) and found[nan].isnan().all()
+    assert torch.equal(bits_of(restored)[~nan], bits_of(masters)[~nan]) and restored[nan].isnan().all()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -68,7 +71,7 @@ def test_threads_share_the_elements(count: int, monkeypatch: pytest.MonkeyPatch)
 
 def threads_for_values() -> list[Path]:
     """Of this process, the native threads that share work on values."""
-    return [one for one in Path("/proc/self/task").glob("*/comm") if one.read_text().strip() == "zinf-values"]
+    return [path for path in Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "zinf-values"]
 
 
 @pytest.mark.timeout(60)
@@ -98,15 +101,15 @@ def test_a_weight_that_was_written_has_a_master_that_is_rounded_to_it(lower: int
 
 def masters_of(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """The masters that an optimizer keeps, in fp32."""
-    found = []
+    masters = []
     for parameter in parameters:
         state = optimizer.state[parameter]
         master = state[MASTER].full_tensor().flatten()
         if MASTER_UP in state:
             weights, up = parameter.full_tensor().flatten(), state[MASTER_UP].full_tensor()
             master = join(weights, master, up, torch.empty(master.numel()))
-        found.append(master.view(parameter.shape))
-    return found
+        masters.append(master.view(parameter.shape))
+    return masters
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -126,8 +129,8 @@ def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str) -> 
     optimizer = getattr(optim, name)(pair.stored, master_dtype="split", **OPTIMIZERS[name])
     fused = {"fused": True} if name in ("AdamW", "SGD", "Adagrad") else {}
     pair.train(optimizer, getattr(torch.optim, name)(pair.masters, **OPTIMIZERS[name], **fused), steps=4)
-    for found, expected in zip(masters_of(optimizer, pair.stored), pair.masters, strict=True):
-        assert torch.equal(bits_of(found), bits_of(expected))
+    for master, expected in zip(masters_of(optimizer, pair.stored), pair.masters, strict=True):
+        assert torch.equal(bits_of(master), bits_of(expected))
 
 
 @pytest.mark.parametrize("state_dtype", ["8bit", torch.bfloat16])
@@ -141,8 +144,8 @@ def test_beside_states_of_fewer_bytes(twins, state_dtype: object) -> None:
         for pair, optimizer in zip(pairs, both, strict=True):
             pair.give_gradients()
             optimizer.step()
-    found, expected = (masters_of(optimizer, pair.stored) for optimizer, pair in zip(both, pairs, strict=True))
-    assert all(map(torch.equal, map(bits_of, found), map(bits_of, expected)))
+    actual, expected = (masters_of(optimizer, pair.stored) for optimizer, pair in zip(both, pairs, strict=True))
+    assert all(map(torch.equal, map(bits_of, actual), map(bits_of, expected)))
 
 
 def test_bytes_of_a_step(twins) -> None:
@@ -205,16 +208,16 @@ def test_split_masters_become_whole_with_the_weights_that_are_there(
     for _ in range(2):
         other.give_gradients()
         taken.step()
-    told = [one for one in caplog.messages if "Load the model's state dict before the optimizer's" in one]
+    told = [message for message in caplog.messages if "Load the model's state dict before the optimizer's" in message]
     assert len(told) == (len(other.stored) if weights == "after" else 0)
 
 
 def ordinary(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """A state dict's, without masters, as ordinary tensors of fp32."""
-    values = {n: {k: v for k, v in one.items() if k not in (MASTER, MASTER_UP)} for n, one in state.items()}
+    values = {n: {k: v for k, v in entry.items() if k not in (MASTER, MASTER_UP)} for n, entry in state.items()}
     return {
-        n: {k: (v.full_tensor() if hasattr(v, "full_tensor") else v.clone()).float() for k, v in one.items()}
-        for n, one in values.items()
+        n: {k: (v.full_tensor() if hasattr(v, "full_tensor") else v.clone()).float() for k, v in entry.items()}
+        for n, entry in values.items()
     }
 
 
@@ -275,7 +278,7 @@ def test_plans_have_them() -> None:
     forms = {tile.name: tile.master_dtype for tile in plan.tiles}
     assert forms == {"narrow.weight": "split", "narrow.bias": "split", "wide.weight": None, "wide.bias": None}
     assert [tile_text(tile).endswith(", master split") for tile in plan.tiles] == [
-        one is not None for one in forms.values()
+        form is not None for form in forms.values()
     ]
     with pytest.raises(ConfigError, match="master_dtype='16bit' is not accepted; accepted: 'float32', 'split'"):
         zinf_fx.export_plan(Mixed(), (x,), placement="nvme", master_dtype="16bit")

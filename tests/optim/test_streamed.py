@@ -134,7 +134,7 @@ def test_groups_schedulers_and_parameters_without_gradients(twins):
 def test_momentum_that_is_zero_for_a_while_is_kept(twins, placement: str):
     pair = twins(placement, shapes=((30, 40), (50, 60)))
     both = (optim.SGD, pair.stored), (torch.optim.SGD, pair.masters)
-    sides = [each(side, momentum=0.9, fused=True) for each, side in both]
+    sides = [optimizer_class(side, momentum=0.9, fused=True) for optimizer_class, side in both]
     for momentum in (0.9, 0.0, 0.9, 0.9):
         pair.give_stored_gradients() if placement == "nvme" else pair.give_gradients()
         for optimizer in sides:
@@ -149,13 +149,16 @@ def test_what_a_schedule_changes_at_every_step_is_tried_once(twins, monkeypatch,
     """The learning rate, momentum or betas, and weight decay. What was worked out for the first step serves on."""
     tried = []
     for name in ("probe", "non_elementwise_layout"):
-        found = getattr(layouts, name)
-        monkeypatch.setattr(layouts, name, lambda *args, of=found: (tried.append(of), of(*args))[1])
+        function = getattr(layouts, name)
+        monkeypatch.setattr(layouts, name, lambda *args, of=function: (tried.append(of), of(*args))[1])
     pair = twins(placement, shapes=((30, 40), (50, 60)))
     more = {"momentum": 0.9} if kind is optim.SGD else {}
     if kind is not optim.Muon:
         more |= {"fused": True}
-    sides = [each(side, **more) for each, side in ((kind, pair.stored), (kind._arithmetic, pair.masters))]
+    sides = [
+        optimizer_class(side, **more)
+        for optimizer_class, side in ((kind, pair.stored), (kind._arithmetic, pair.masters))
+    ]
     schedules = [torch.optim.lr_scheduler.OneCycleLR(side, max_lr=0.1, total_steps=9) for side in sides]
     seen = []
     for step in range(5):

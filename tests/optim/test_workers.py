@@ -55,8 +55,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def of_each(work: Callable[[None, int], R], count: int) -> list[R]:
     """What some work gives of so many pieces, in as many lanes."""
-    with closing(at_the_same_time(work, [None] * count, range(count))) as found:
-        return list(found)
+    with closing(at_the_same_time(work, [None] * count, range(count))) as results:
+        return list(results)
 
 
 def where(lane: None, number: int) -> int:
@@ -66,8 +66,8 @@ def where(lane: None, number: int) -> int:
 
 def elsewhere(work: Callable[[], R]) -> R:
     """What some work gives in a thread of its own."""
-    with ThreadPoolExecutor(1) as one:
-        return one.submit(work).result()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def trained(store: Path, placement: str, form: dict[str, object], threads: int | None = None) -> list[torch.Tensor]:
@@ -85,7 +85,7 @@ def trained(store: Path, placement: str, form: dict[str, object], threads: int |
         optimizer.zero_grad()
     optimizer.finish()
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
-    return [one.full_tensor() for one in (*model.parameters(), *moments)]
+    return [tensor.full_tensor() for tensor in (*model.parameters(), *moments)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -98,9 +98,9 @@ def test_training_is_that_of_one_thread(
     used: set[int] = set()
     served, lanes = workers._served, []
 
-    def update(work: Callable, those: list[object], several: list[object]) -> Iterator[object]:
+    def update(work: Callable, those: list[object], pieces: list[object]) -> Iterator[object]:
         lanes.append(len(those))
-        return at_the_same_time(work, those, several)
+        return at_the_same_time(work, those, pieces)
 
     monkeypatch.setattr(workers, "_served", lambda *given: used.add(threading.get_ident()) or served(*given))
     monkeypatch.setattr(chunks, "at_the_same_time", update)
@@ -145,9 +145,9 @@ def test_any_number_of_threads_trains_alike(tmp_path: Path, monkeypatch: pytest.
         numbers.add(threads)
         native(options, operands, instructions, threads)
 
-    def together(work: Callable, those: list[object], several: list[object]) -> Iterator[object]:
+    def together(work: Callable, those: list[object], pieces: list[object]) -> Iterator[object]:
         lanes.append(len(those))
-        return at_the_same_time(work, those, several)
+        return at_the_same_time(work, those, pieces)
 
     monkeypatch.setattr(kernels, "update", update)
     monkeypatch.setattr(chunks, "at_the_same_time", together)
@@ -338,17 +338,17 @@ def test_a_thread_that_steps_for_itself_does_all_the_work() -> None:
 def test_who_steps_while_work_is_given_to_threads_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a finalizer does that runs in the middle of `submit`, which has a lock then."""
     of_each(where, 2)  # threads are there
-    make, found = futures.Future, []
+    make, thread_ids = futures.Future, []
 
     def with_a_finalizer() -> futures.Future:
-        if not found:
-            found.append(None)
-            found[0] = of_each(where, 2)
+        if not thread_ids:
+            thread_ids.append(None)
+            thread_ids[0] = of_each(where, 2)
         return make()
 
     monkeypatch.setattr(futures.thread._base, "Future", with_a_finalizer)
     assert threading.get_ident() not in of_each(where, 2)
-    assert found == [[threading.get_ident()] * 2]
+    assert thread_ids == [[threading.get_ident()] * 2]
 
 
 @pytest.mark.timeout(60)
@@ -356,15 +356,15 @@ def test_who_steps_while_work_is_given_to_threads_does_it_all(monkeypatch: pytes
 def test_who_steps_while_threads_start_does_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a finalizer does, in any of the threads that take part."""
     monkeypatch.setattr(workers, "_count", 0)
-    start, found = workers._started, []
+    start, took_all = workers._started, []
 
     def started(count: int) -> ThreadPoolExecutor:
-        found.append(of_each(where, 2) == [threading.get_ident()] * 2)
+        took_all.append(of_each(where, 2) == [threading.get_ident()] * 2)
         return start(count)
 
     monkeypatch.setattr(workers, "_started", started)
     assert threading.get_ident() not in of_each(where, 2)
-    assert found == [True]
+    assert took_all == [True]
 
 
 @pytest.mark.timeout(60)
@@ -421,7 +421,7 @@ def test_classes_of_others_run_in_one_thread(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("threads")
 def test_a_process_made_by_fork_has_threads_of_its_own() -> None:
     def count() -> int:
-        return sum(one == os.getpid() for one in of_each(lambda lane, number: os.getpid(), 4))
+        return sum(process == os.getpid() for process in of_each(lambda lane, number: os.getpid(), 4))
 
     assert count() == 4
     child = os.fork()
@@ -431,11 +431,11 @@ def test_a_process_made_by_fork_has_threads_of_its_own() -> None:
 
 
 def test_pieces_are_of_a_size_that_gives_each_thread_some() -> None:
-    found = {}
+    lanes = {}
     for threads in (1, 2, 8, 16, 64):
-        found[threads] = [lanes_for(elements, threads) for elements in (8 << 20, 1 << 20, WINDOW_ALIGNMENT)]
+        lanes[threads] = [lanes_for(elements, threads) for elements in (8 << 20, 1 << 20, WINDOW_ALIGNMENT)]
     small = (1, WINDOW_ALIGNMENT)
-    assert found == {
+    assert lanes == {
         1: [(1, 1 << 20), (1, 1 << 20), small],
         2: [(2, 1 << 20), (2, 1 << 19), small],
         8: [(8, 1 << 20), (4, 1 << 18), small],
