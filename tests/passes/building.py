@@ -91,7 +91,7 @@ class Builder:
 
     def check_values(self, *passes: Pass) -> None:
         """The passes change nothing of what the graph computes: nothing at all, if they say that they don't."""
-        same = assert_close if any(each.changes_numerics for each in passes) else assert_same
+        same = assert_close if any(pass_.changes_numerics for pass_ in passes) else assert_same
         graph, context = copy_graph(self.graph), self.context
         self.run(*passes)
         same(self._values(self.graph, self.context), self._values(graph, context))
@@ -103,7 +103,7 @@ class Builder:
 
     def _values(self, graph: fx.Graph, context: GraphContext) -> Any:
         generator = torch.Generator().manual_seed(5)
-        shapes = {one.name: (one.shape, t.dtype) for t in context.tiles.values() for one in t.members or (t,)}
+        shapes = {member.name: (member.shape, t.dtype) for t in context.tiles.values() for member in t.members or (t,)}
         parameters = {name: _of_tile(shape, dtype, generator) for name, (shape, dtype) in sorted(shapes.items())}
         inputs = [_random(node.meta["val"], generator) for node in graph.find_nodes(op="placeholder")]
         torch.manual_seed(7)

@@ -33,7 +33,7 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor, as_parameter
 class Stage:
     """One graph as it was before a pass, and after it."""
 
-    each: Pass
+    pass_: Pass
     before: fx.Graph
     context_before: GraphContext
     after: fx.Graph
@@ -64,7 +64,7 @@ class Record:
     captures: int = 0
 
     def stage(self, name: str, kind: str | None = None) -> Stage:
-        return next(s for s in self.stages if s.each.name == name and kind in (None, s.kind))
+        return next(s for s in self.stages if s.pass_.name == name and kind in (None, s.kind))
 
     def run(self, graph: fx.Graph, context: GraphContext, module: fx.GraphModule) -> Outcome:
         """Run one graph on the recorded inputs, from a fixed seed."""
@@ -147,11 +147,11 @@ def _recording(record: Record) -> Iterator[None]:
 
     def run_passes(graph: fx.Graph, context: GraphContext, passes: list[Pass]) -> GraphContext:
         now = copy_graph(graph)
-        for each in passes:
+        for pass_ in passes:
             before, context_before = now, context
-            context = original(graph, context, [each])
+            context = original(graph, context, [pass_])
             now = copy_graph(graph)
-            record.stages.append(Stage(each, before, context_before, now, context, graph.owning_module))
+            record.stages.append(Stage(pass_, before, context_before, now, context, graph.owning_module))
         return context
 
     original = pipeline.run_passes
@@ -219,21 +219,21 @@ def assert_regions_keep_values(record: Record) -> None:
     for kind, (module, context) in record.planned.items():
         graph = copy_graph(module.graph)
         expected = record.run(graph, context, module)
-        found = record.run(graph, pipeline.run_passes(graph, context, [FormRegions()]), module)
+        actual = record.run(graph, pipeline.run_passes(graph, context, [FormRegions()]), module)
         for name in ("results", "gradients", "inputs"):
-            assert_same(getattr(found, name), getattr(expected, name), f"{kind} graph in regions: {name}")
+            assert_same(getattr(actual, name), getattr(expected, name), f"{kind} graph in regions: {name}")
 
 
 def assert_passes_keep_values(record: Record, tolerance: float = 1e-4) -> None:
     """Run every graph before and after each pass, and the joint graph against forward and backward."""
     graph, after = None, None
     for stage in record.stages:
-        if getattr(stage.each, "leaving", ()):  # other values cross from forward to backward from here on
+        if getattr(stage.pass_, "leaving", ()):  # other values cross from forward to backward from here on
             continue
         # Most passes begin with the graph that the last one left, which has run.
         before = after if stage.before is graph else record.run(stage.before, stage.context_before, stage.module)
         graph, after = stage.after, record.run(stage.after, stage.context_after, stage.module)
-        what = f"{stage.kind} graph after {stage.each.name}:"
-        same = partial(assert_close, tolerance=tolerance) if stage.each.changes_numerics else assert_same
+        what = f"{stage.kind} graph after {stage.pass_.name}:"
+        same = partial(assert_close, tolerance=tolerance) if stage.pass_.changes_numerics else assert_same
         for name in ("results", "gradients", "inputs"):
             same(getattr(after, name), getattr(before, name), f"{what} {name}")

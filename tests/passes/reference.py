@@ -81,11 +81,11 @@ class Reference(fx.Interpreter):
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
         """What was offloaded, by parameter name; ranges of rows put together."""
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for name, parts in self._arrived.items():
             whole = parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
-            found |= _by_member(self._packs[name], whole)
-        return found
+            gradients |= _by_member(self._packs[name], whole)
+        return gradients
 
     def _of_pack(self, node: fx.Node) -> torch.Tensor | None:
         """What the nodes of packs mean: parameters lie one behind the other."""
@@ -128,7 +128,7 @@ def _by_member(tile: Tile, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """A value of a tile by the names of the parameters in it."""
     if not tile.members:
         return {tile.name: value}
-    return {one.name: value[one.start :][: one.numel].view(one.shape) for one in tile.members}
+    return {member.name: value[member.start :][: member.numel].view(member.shape) for member in tile.members}
 
 
 def poison(buffer: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ def assert_same(ours: Any, theirs: Any, what: str = "result") -> None:
             assert_same(ours[key], value, f"{what} {key}")
     elif isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs), f"{what}: {len(ours)} instead of {len(theirs)}"
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{what} {index}")
+        for index, (item, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(item, other, f"{what} {index}")
     else:
         assert ours == theirs, f"{what} is {ours!r} instead of {theirs!r}"

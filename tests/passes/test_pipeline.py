@@ -134,7 +134,7 @@ def test_every_graph_between_two_passes_is_printable(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.DEBUG, logger="zinf_fx.passes.pipeline"):
         record = train(model, *inputs)
     messages = [r.getMessage() for r in caplog.records if r.name == "zinf_fx.passes.pipeline"]
-    assert [m.split(" (")[0] for m in messages] == [f"after {stage.each.name}" for stage in record.stages]
+    assert [m.split(" (")[0] for m in messages] == [f"after {stage.pass_.name}" for stage in record.stages]
     assert all(m.splitlines()[1] == f"{stage.kind} graph" for m, stage in zip(messages, record.stages, strict=True))
 
 
@@ -323,12 +323,12 @@ def test_random_chains(built: Builder) -> None:
         passes = [ReduceGradients(), *passes, OffloadGradients()]
     built.check_values(*passes)
     needed = Ledger(spans(built.graph, built.context), operators_in(built.graph), built.context.budget)
-    each = Prefetch(built.context.config.prefetch)
+    prefetch = Prefetch(built.context.config.prefetch)
     if needed.over_budget() is not None:
         with pytest.raises(PlanError, match="raise device_memory or host_memory"):
-            built.run(each)
+            built.run(prefetch)
         return
-    built.check_values(each)
+    built.check_values(prefetch)
     count = operators_in(built.graph)
     ledger = Ledger(spans(built.graph, built.context), count, None)
     if built.context.budget is not None:
@@ -355,16 +355,16 @@ def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | 
         built.returns(x)
         made.append(built)
     backward, forward = made
-    each = Prefetch(distances)
+    prefetch = Prefetch(distances)
     backward.check_values(SinkGathers(), Regions(), LowerGathers())
     forward.check_values(SinkGathers(), Regions(), LowerGathers())
     try:
-        backward.check_values(each)
+        backward.check_values(prefetch)
     except PlanError as error:
         assert "raise device_memory" in str(error)
         return
-    forward.knows(successor_prologue=each.prologue(backward.graph, backward.context))
-    forward.check_values(each)
+    forward.knows(successor_prologue=prefetch.prologue(backward.graph, backward.context))
+    forward.check_values(prefetch)
     for_backward = [
         (n.target, n.args[0].name) for n in nodes_calling(forward.graph, *ops.TRANSFERS) if event_of(n).for_backward
     ]

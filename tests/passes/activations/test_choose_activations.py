@@ -37,8 +37,8 @@ def part(count: int, seconds: float, name: str, nbytes: int = BYTES) -> PricedSe
 def kept(parts: Sequence[PricedSegment], recomputed: set[int], leaving: set[fx.Node]) -> int:
     """Bytes that stay, with the largest segment that is computed again, and what comes back together."""
     sizes: dict[fx.Node, int] = {}
-    for number, each in enumerate(parts):
-        sizes |= each.checkpoint if number in recomputed else each.saved
+    for number, segment in enumerate(parts):
+        sizes |= segment.checkpoint if number in recomputed else segment.saved
     again = max((parts[number].nbytes for number in recomputed), default=0)
     coming = choose_activations._TOGETHER * max((sizes[node] for node in leaving), default=0)
     return sum(size for node, size in sizes.items() if node not in leaving) + again + coming
@@ -86,7 +86,7 @@ def test_checkpoints_leave_too_when_nothing_else_helps() -> None:
     parts = [part(1, 1e-9, str(n), 64 * BYTES) for n in range(16)]
     recomputed, leaving = cheapest(parts, 64 * BYTES, RATES, idle=0.0, and_last=False)
     assert recomputed == set(range(15))
-    assert any(node in leaving for each in parts for node in each.checkpoint)
+    assert any(node in leaving for segment in parts for node in segment.checkpoint)
 
 
 def test_the_last_segment_is_never_recomputed() -> None:
@@ -99,14 +99,14 @@ def test_no_choice_of_segments_is_better_by_more_than_one(seed: int) -> None:
     """Without a tier to go to, the choice is a knapsack of segments; compared with all their subsets."""
     draw = random.Random(seed)
     parts = [part(draw.randint(1, 4), draw.uniform(0.1, 2.0), f"p{n}", 1000 * draw.randint(1, 9)) for n in range(8)]
-    room = draw.randint(10_000, sum(each.nbytes for each in parts))
+    room = draw.randint(10_000, sum(segment.nbytes for segment in parts))
     recomputed, leaving = cheapest(parts, room, RATES, idle=0.0, and_last=False)
     assert not leaving, "all of them are too small to leave"
     subsets = (set(s) for count in range(8) for s in itertools.combinations(range(7), count))
     fitting = [s for s in subsets if kept(parts, s, set()) <= room]
     cost = lambda chosen: sum(parts[n].seconds for n in chosen)  # noqa: E731
     if fitting and kept(parts, recomputed, set()) <= room:
-        largest = max(each.seconds for each in parts)
+        largest = max(segment.seconds for segment in parts)
         # The room that a segment takes when it is computed again is not part of the relaxation: allow for one more.
         assert cost(recomputed) <= min(map(cost, fitting)) + 2 * largest
     elif fitting:

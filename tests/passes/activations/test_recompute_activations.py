@@ -150,8 +150,8 @@ def test_no_cuts_have_a_much_lower_peak() -> None:
             nbytes, sizes = case.saved_and_sizes(cuts)
             return nbytes + max(sizes.values())
 
-        found = peak(_least_peak(case.begins, case.total, case.saved))
-        assert 7 * found <= 8 * min(map(peak, case.choices())) + 7  # a limit is rounded down
+        least = peak(_least_peak(case.begins, case.total, case.saved))
+        assert 7 * least <= 8 * min(map(peak, case.choices())) + 7  # a limit is rounded down
 
 
 class Case(NamedTuple):

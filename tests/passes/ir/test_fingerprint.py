@@ -13,9 +13,9 @@ def of(*lines: str) -> Fingerprint:
     return Fingerprint("2", "0", lines, tuple(range(len(lines))))
 
 
-def refusal(plan: Fingerprint, found: Fingerprint) -> str:
+def refusal(plan: Fingerprint, actual: Fingerprint) -> str:
     with pytest.raises(PlanError) as error:
-        check_same(plan, found)
+        check_same(plan, actual)
     return str(error.value)
 
 

@@ -31,14 +31,14 @@ def backward() -> Builder:
     return built
 
 
-def found(built: Builder) -> set[tuple[str, int, int, int]]:
+def parts_in_flight(built: Builder) -> set[tuple[str, int, int, int]]:
     return {(s.what.replace("'", ""), s.nbytes, s.first, s.last) for s in spans(built.graph, built.context)}
 
 
 def test_tiles_and_gradients() -> None:
     built = backward()
     assert operators_in(built.graph) == 2
-    assert found(built) == {
+    assert parts_in_flight(built) == {
         ("tile a", KIB, 0, 0),
         ("gradient of a", KIB, 0, 0),
         ("tile b", 2 * KIB, 1, 1),
@@ -50,7 +50,7 @@ def test_what_lives_on_the_device_is_not_in_flight() -> None:
     built = backward()
     tiles = built.context.tiles.items()
     built.knows(tiles={token: replace(tile, tier="device", gradient_tier="device") for token, tile in tiles})
-    assert not found(built)
+    assert not parts_in_flight(built)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_tile_that_is_fetched_again_for_backward_counts_once(for_backward: int
         give_event(
             built.graph.call_function(ops.fetch, (built.token("a"),)), built.context, for_backward, for_backward=True
         )
-    assert {part[2:] for part in found(built) if part[0] == "tile a"} == parts
+    assert {part[2:] for part in parts_in_flight(built) if part[0] == "tile a"} == parts
 
 
 def test_ledger() -> None:

@@ -77,24 +77,34 @@ def test_every_operator_of_a_plan_has_its_seconds(trains: bool, pack: str | None
         tokens = torch.zeros(3, 5, dtype=torch.int64)
     with torch.set_grad_enabled(trains):
         planning = plan_model(_Mean(model), (tokens,), zinf_fx.Config(placement="nvme", pack=pack), timed=True)
-    (plan,), (found,) = planning.plans, planning.seconds
+    (plan,), (seconds,) = planning.plans, planning.seconds
     assert any(tile.members for tile in plan.tiles) == (pack == "auto")
-    assert set(found) == {(graph.kind, one.index) for graph in plan.graphs for one in graph.operators}
-    assert all(found[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
+    assert set(seconds) == {(graph.kind, operator.index) for graph in plan.graphs for operator in graph.operators}
+    assert all(
+        seconds[graph.kind, operator.index] > 0
+        for graph in plan.graphs
+        for operator in graph.operators
+        if operator.flops
+    )
 
 
 def test_compiled_regions_are_timed_as_they_run(monkeypatch):
-    found = []
+    modules = []
     measured = timing._measured
-    monkeypatch.setattr(timing, "_measured", lambda *operator: found.append(operator[0]) or measured(*operator))
+    monkeypatch.setattr(timing, "_measured", lambda *operator: modules.append(operator[0]) or measured(*operator))
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
         inputs = torch.zeros(3, 32)
     planning = plan_model(_Mean(model), (inputs,), placement="nvme", compute="inductor", timed=True)
-    regions = [n.target for module in found for n in module.graph.nodes if isinstance(n.target, CompiledRegion)]
-    assert len(regions) > 1 and all(one.is_compiled for one in regions)
+    regions = [n.target for module in modules for n in module.graph.nodes if isinstance(n.target, CompiledRegion)]
+    assert len(regions) > 1 and all(region.is_compiled for region in regions)
     (plan,), (seconds,) = planning.plans, planning.seconds
-    assert all(seconds[graph.kind, one.index] > 0 for graph in plan.graphs for one in graph.operators if one.flops)
+    assert all(
+        seconds[graph.kind, operator.index] > 0
+        for graph in plan.graphs
+        for operator in graph.operators
+        if operator.flops
+    )
 
 
 class _Mean(torch.nn.Module):
@@ -126,7 +136,7 @@ class Routed(torch.nn.Module):
 def test_experts_are_timed_with_groups_and_a_permutation():
     planning = plan_model(Routed(), (torch.randn(64, 16),), placement="nvme", pack=None, timed=True)
     (seconds,) = planning.seconds
-    assert seconds and all(one >= 0 for one in seconds.values())
+    assert seconds and all(duration >= 0 for duration in seconds.values())
 
 
 def test_ends_of_groups_and_indices_are_made_up_as_they_are_used():

@@ -22,7 +22,7 @@ def test_values_are_there_from_where_they_are_computed_to_their_last_use() -> No
     built.returns(built.call(aten.add.Tensor, product, saved), saved)
     graph = built.graph
     Regions()(graph, SinkGathers()(graph, built.context))
-    one = 4 * 4 * 4
-    assert values_by_operator(graph) == {0: one + 3 * one + one, 1: one + one}
-    assert handed_on(graph, 2, ()) == [one, 0]
+    nbytes = 4 * 4 * 4
+    assert values_by_operator(graph) == {0: nbytes + 3 * nbytes + nbytes, 1: nbytes + nbytes}
+    assert handed_on(graph, 2, ()) == [nbytes, 0]
     assert handed_on(graph, 2, {halved}) == [0, 0]

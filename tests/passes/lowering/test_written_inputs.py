@@ -43,9 +43,9 @@ def copies_in(graph: fx.Graph) -> list[fx.Node]:
 def test_only_what_backward_needs_is_copied(activations: str, copies: int) -> None:
     """Behind the first product, where it is used first: at the beginning, a copy would be an operator of its own."""
     graph = planned(activations).planned["forward"][0].graph
-    found = copies_in(graph)
-    assert len(found) == copies and not list(nodes_calling(graph, ops.snapshot))
-    for copy in found:
+    copied = copies_in(graph)
+    assert len(copied) == copies and not list(nodes_calling(graph, ops.snapshot))
+    for copy in copied:
         assert copy > min(nodes_calling(graph, aten.addmm.default))
         assert copy in graph.output_node().args[0]
         (write,) = (user for user in copy.args[0].users if user.target is aten.copy_.default)

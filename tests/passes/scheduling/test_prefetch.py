@@ -244,11 +244,11 @@ def test_without_prefetching_each_transfer_starts_in_its_operator() -> None:
     built = chain(3)
     built.knows(successor_prologue=(PrologueTransfer(ops.fetch, 2, 1),))
     built.knows(config=Config(placement="nvme", prefetch=None))
-    each = Prefetch(None)
+    prefetch = Prefetch(None)
     for op in ops.TRANSFERS:
-        each(built.graph, built.context)
+        prefetch(built.graph, built.context)
         assert places(built, op) == {"w0": 0, "w1": 1, "w2": 2}
-    assert not places(built, ops.fetch, for_backward=True) and each.prologue(built.graph, built.context) == ()
+    assert not places(built, ops.fetch, for_backward=True) and prefetch.prologue(built.graph, built.context) == ()
 
 
 def test_in_one_operator_the_nearer_use_comes_first() -> None:
