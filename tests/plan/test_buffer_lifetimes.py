@@ -30,13 +30,13 @@ def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | Non
 
 def events(text: str) -> tuple[Event, ...]:
     """`fetch a*, wait-release a!`: `*` for what forward starts for backward, `!` where the tile is resident."""
-    found = []
+    parsed = []
     for word in text.split(", "):
         kind, name = word.split()
-        for one in MEANS.get(kind, (kind,)):
-            resident = "!" in name and one != "wait"
-            found.append(Event(one, "abcdef".index(name[0]), 0, for_backward="*" in name, resident=resident))
-    return tuple(found)
+        for meaning in MEANS.get(kind, (kind,)):
+            resident = "!" in name and meaning != "wait"
+            parsed.append(Event(meaning, "abcdef".index(name[0]), 0, for_backward="*" in name, resident=resident))
+    return tuple(parsed)
 
 
 def plan(forward: str, backward: str, separate: bool = False, **options: object) -> Plan:
@@ -47,73 +47,73 @@ def plan(forward: str, backward: str, separate: bool = False, **options: object)
     return Plan(graphs, Config(placement="nvme", **options), gradient_buffer=8 * KIB)
 
 
-def named(found: Plan, time: int) -> str:
+def named(planned: Plan, time: int) -> str:
     """What happens at a time of the clock: `F` is forward, `B` backward, `*` forward for backward."""
-    for letter, graph, start in zip("FB", found.graphs, Clock(found).starts, strict=False):
+    for letter, graph, start in zip("FB", planned.graphs, Clock(planned).starts, strict=False):
         if 0 <= time - start < len(graph.events):
             event = graph.events[time - start]
             return f"{letter} {event.kind} {'abcdef'[event.tile]}{'*' if event.for_backward else ''}"
-    return {0: "step", 1: "late in step", 2: "end"}[time - Clock(found).step]
+    return {0: "step", 1: "late in step", 2: "end"}[time - Clock(planned).step]
 
 
-def tiles(found: Plan, device: bool = False) -> dict[str, list[str]]:
+def tiles(planned: Plan, device: bool = False) -> dict[str, list[str]]:
     """The spans of each tile's buffers, in order."""
     spans: dict[str, list[str]] = {}
-    for each in device_buffers(found) if device else host_buffers(found):
-        if each.what == "tile":
-            always = each.spans == (Clock(found).always,)
-            text = [f"{named(found, span.start)} to {named(found, span.stop)}" for span in each.spans]
-            spans.setdefault(each.label, []).append("always" if always else ", ".join(text))
+    for buffer in device_buffers(planned) if device else host_buffers(planned):
+        if buffer.what == "tile":
+            always = buffer.spans == (Clock(planned).always,)
+            text = [f"{named(planned, span.start)} to {named(planned, span.stop)}" for span in buffer.spans]
+            spans.setdefault(buffer.label, []).append("always" if always else ", ".join(text))
     return {label: sorted(of) for label, of in sorted(spans.items())}
 
 
-def takers(found: Plan) -> dict[str, list[str]]:
-    starts = Clock(found).starts
-    return {b.label: [named(found, starts[at.graph] + at.number) for at in b.takers] for b in host_buffers(found)}
+def takers(planned: Plan) -> dict[str, list[str]]:
+    starts = Clock(planned).starts
+    return {b.label: [named(planned, starts[at.graph] + at.number) for at in b.takers] for b in host_buffers(planned)}
 
 
 def test_from_fetch_to_release() -> None:
-    found = plan("fetch a, wait-release a, fetch b, wait-release b", "fetch b, wait-release b")
-    assert tiles(found) == {
+    planned = plan("fetch a, wait-release a, fetch b, wait-release b", "fetch b, wait-release b")
+    assert tiles(planned) == {
         "a": ["F fetch a to F release a"],
         "b": ["B fetch b to B release b", "F fetch b to F release b"],
     }
-    assert Clock(found).starts == [0, 10, 15] and Clock(found).end == 17
+    assert Clock(planned).starts == [0, 10, 15] and Clock(planned).end == 17
 
 
 def test_forward_holds_what_it_fetches_for_backward() -> None:
-    found = plan("fetch a, fetch a*, wait-release a, fetch b*", "fetch a, fetch b, wait-release a, wait-release b")
-    assert tiles(found) == {"a": ["F fetch a to B release a"], "b": ["F fetch b* to B release b"]}
-    assert takers(found) == {"a": ["F fetch a", "F fetch a*", "B fetch a"], "b": ["F fetch b*", "B fetch b"]}
+    planned = plan("fetch a, fetch a*, wait-release a, fetch b*", "fetch a, fetch b, wait-release a, wait-release b")
+    assert tiles(planned) == {"a": ["F fetch a to B release a"], "b": ["F fetch b* to B release b"]}
+    assert takers(planned) == {"a": ["F fetch a", "F fetch a*", "B fetch a"], "b": ["F fetch b*", "B fetch b"]}
 
 
 def test_what_was_fetched_for_backward_is_there_when_forward_fetches_it_for_itself() -> None:
-    found = plan("fetch a*, fetch a, wait-release a", "fetch a, wait-release a")
-    assert tiles(found) == {"a": ["F fetch a* to B release a"]}
+    planned = plan("fetch a*, fetch a, wait-release a", "fetch a, wait-release a")
+    assert tiles(planned) == {"a": ["F fetch a* to B release a"]}
 
 
 def test_what_stays() -> None:
     """`a` from forward to backward, `b` over the end of the step, `c` always."""
-    found = plan(
+    planned = plan(
         "fetch a, wait-release a!, fetch b!, wait-release b, fetch c!, wait-release c!",
         "fetch a!, wait-release a, fetch b, wait-release b!, fetch c!, wait-release c!",
     )
     across = "F fetch a to F release b, B fetch b to end"
-    assert tiles(found) == {"a": ["F fetch a to B release a"], "b": [across], "c": ["always"]}
+    assert tiles(planned) == {"a": ["F fetch a to B release a"], "b": [across], "c": ["always"]}
     both = {label: ["B fetch " + label, "F fetch " + label] for label in "abc"}
-    assert {label: sorted(events) for label, events in takers(found).items()} == both
+    assert {label: sorted(events) for label, events in takers(planned).items()} == both
 
 
 def test_a_device_with_memory_of_its_own() -> None:
     """Host memory is needed until the tile is waited for, device memory from the upload on; what is fetched for
     backward isn't given up."""
     forward = "fetch-only a, upload a, wait a, fetch-only a*, release a, fetch b, wait-release b!"
-    found = plan(forward, "fetch a, wait-release a, fetch b!, wait-release b", separate=True)
-    assert tiles(found) == {
+    planned = plan(forward, "fetch a, wait-release a, fetch b!, wait-release b", separate=True)
+    assert tiles(planned) == {
         "a": ["F fetch a to F wait a", "F fetch a* to B wait a"],
         "b": ["B fetch b to B wait b", "F fetch b to F wait b"],
     }
-    assert tiles(found, device=True) == {"a": ["F upload a to B release a"], "b": ["F upload b to B release b"]}
+    assert tiles(planned, device=True) == {"a": ["F upload a to B release a"], "b": ["F upload b to B release b"]}
     assert not device_buffers(plan("fetch a, wait-release a", "fetch a, wait-release a"))
 
 
@@ -131,24 +131,24 @@ def test_gradients_have_their_room_from_when_one_left_until_it_is_needed(
 ) -> None:
     """Behind `offload a` comes `reduce_scatter b`; in a buffer for one, each waits for the one before, and half of one
     for four has room for two that are early."""
-    found = plan("fetch a, wait-release a", "offload a, offload b, offload c")
-    found = replace(found, gradient_buffer=gradient_buffer * KIB)
-    expected = [tuple(f"B {one}" if one != "late" else "late in step" for one in span) for span in spans]
-    writes = [b.spans[0] for b in host_buffers(found) if b.what == "write"]
-    assert [(named(found, span.start), named(found, span.stop)) for span in writes] == expected
+    planned = plan("fetch a, wait-release a", "offload a, offload b, offload c")
+    planned = replace(planned, gradient_buffer=gradient_buffer * KIB)
+    expected = [tuple(f"B {event}" if event != "late" else "late in step" for event in span) for span in spans]
+    writes = [b.spans[0] for b in host_buffers(planned) if b.what == "write"]
+    assert [(named(planned, span.start), named(planned, span.stop)) for span in writes] == expected
 
 
 def test_profile() -> None:
-    found = plan(
+    planned = plan(
         "fetch a, fetch b, wait-release a, wait-release b!", "fetch b!, wait-release b, fetch a, wait-release a!"
     )
-    blocks = [nbytes // (4 * KIB) for nbytes in profile(host_buffers(found), Clock(found).end)]
+    blocks = [nbytes // (4 * KIB) for nbytes in profile(host_buffers(planned), Clock(planned).end)]
     assert blocks == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_what_lives_in_host_memory_has_no_buffer() -> None:
-    found = plan("fetch a, wait-release a", "fetch a, wait-release a, offload a")
+    planned = plan("fetch a, wait-release a", "fetch a, wait-release a, offload a")
     graphs = tuple(
-        replace(g, tiles=tuple(tile(n, tier="host", gradient_tier="host") for n in range(3))) for g in found.graphs
+        replace(g, tiles=tuple(tile(n, tier="host", gradient_tier="host") for n in range(3))) for g in planned.graphs
     )
-    assert host_buffers(replace(found, graphs=graphs)) == []
+    assert host_buffers(replace(planned, graphs=graphs)) == []

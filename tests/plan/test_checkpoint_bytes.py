@@ -43,7 +43,7 @@ FEWER = {"state_dtype": "8bit", "master_dtype": "split"}
 def test_bytes_of_a_checkpoint(tmp_path: Path, placement: Any, options: dict[str, Any], states: dict[str, str]):
     x = torch.randn(2, 64).bfloat16()
     model = zinf_fx.offload(Net(), store=tmp_path, placement=placement, **options)
-    found = checkpoint_sizes(zinf_fx.export_plan(model, (x,), **options, **states))
+    sizes = checkpoint_sizes(zinf_fx.export_plan(model, (x,), **options, **states))
     optimizer = zinf_fx.optim.AdamW([p for p in model.parameters() if p.requires_grad], **states)
     model(x).backward()
     optimizer.step()
@@ -55,6 +55,6 @@ def test_bytes_of_a_checkpoint(tmp_path: Path, placement: Any, options: dict[str
         beside += tensor.nbytes if tensor.name.endswith(("_scale", "_up")) else 0
         if tensor.part in parts:
             parts[tensor.part][str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
-    assert found.parameters == parts["model"] and found.states == parts["optimizer"]
-    stored = {"nvme": found.nbytes - beside, "host": 0}.get(str(placement), sum(found.states.values()) - beside)
-    assert found.in_store == stored
+    assert sizes.parameters == parts["model"] and sizes.states == parts["optimizer"]
+    stored = {"nvme": sizes.nbytes - beside, "host": 0}.get(str(placement), sum(sizes.states.values()) - beside)
+    assert sizes.in_store == stored

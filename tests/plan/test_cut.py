@@ -23,16 +23,16 @@ def test_cut_covers_every_element_once(shares: list[list[tuple[int, int]]], bloc
     ]
     expected = deque((number, part.start) for number, member in enumerate(members) for part in member.parts)
     for chunk in cut(members, elements):
-        assert 0 < sum(charged(len(one.elements[0])) for one in chunk) <= elements
-        for one in chunk:
-            number, (some,) = one.members.start, one.elements
-            assert one.members == range(number, number + 1)
+        assert 0 < sum(charged(len(piece.elements[0])) for piece in chunk) <= elements
+        for piece in chunk:
+            number, (some,) = piece.members.start, piece.elements
+            assert piece.members == range(number, number + 1)
             *others, last = members[number].parts
             assert (number, some.start) == expected.popleft()
             part = next(part for part in [last, *reversed(others)] if some.start >= part.start)
             assert (some.start - part.start) % WINDOW_ALIGNMENT == 0
             ends = some.stop == part.stop
-            assert one.is_last == (ends and part is last)
+            assert piece.is_last == (ends and part is last)
             if not ends:
                 assert len(some) % WINDOW_ALIGNMENT == 0 and len(some) > 0
                 expected.appendleft((number, some.stop))
@@ -44,24 +44,25 @@ def test_members_of_one_group_are_one_slice(sizes: list[tuple[int, bool]], block
     elements, together = blocks * WINDOW_ALIGNMENT, 8_000
     members = [Member([range(size)], joins) for size, joins in sizes]
     chunks = list(cut(members, elements, together))
-    assert all(sum(charged(len(part)) for one in chunk for part in one.elements) <= elements for chunk in chunks)
-    slices = [one for chunk in chunks for one in chunk]
-    runs = [one for one in slices if len(one.members) > 1]
+    assert all(sum(charged(len(part)) for piece in chunk for part in piece.elements) <= elements for chunk in chunks)
+    slices = [piece for chunk in chunks for piece in chunk]
+    runs = [piece for piece in slices if len(piece.members) > 1]
     for run in runs:
         assert run.is_last and run.elements == tuple(members[number].parts[0] for number in run.members)
         assert all(members[number].joins for number in run.members[1:])
         assert all(sizes[number][0] <= together for number in run.members)
-    assert [number for one in slices if one.is_last for number in one.members] == list(range(len(members)))
-    for one, other in pairwise(slices):
-        counts = [charged(sizes[number][0]) for number in (*one.members, *other.members)]
-        fits = sum(counts) <= elements and max(sizes[n][0] for n in (*one.members, *other.members)) <= together
-        if one.members != other.members and len(other.members) == 1 and fits:
+    assert [number for piece in slices if piece.is_last for number in piece.members] == list(range(len(members)))
+    for piece, other in pairwise(slices):
+        counts = [charged(sizes[number][0]) for number in (*piece.members, *other.members)]
+        fits = sum(counts) <= elements and max(sizes[n][0] for n in (*piece.members, *other.members)) <= together
+        if piece.members != other.members and len(other.members) == 1 and fits:
             assert not members[other.members.start].joins
 
 
 def test_small_members_share_a_chunk_with_slices_of_large_ones():
     members = [Member([range(10)]), Member([range(3 * WINDOW_ALIGNMENT + 5)]), Member([range(10)])]
     chunks = [
-        [(one.elements[0].start, len(one.elements[0])) for one in chunk] for chunk in cut(members, 2 * WINDOW_ALIGNMENT)
+        [(piece.elements[0].start, len(piece.elements[0])) for piece in chunk]
+        for chunk in cut(members, 2 * WINDOW_ALIGNMENT)
     ]
     assert chunks == [[(0, 10), (0, 4096)], [(4096, 8192)], [(12288, 5), (0, 10)]]

@@ -39,21 +39,21 @@ def model() -> nn.Module:
 
 def machine(device: int, host: int = 1 << 40, **others: object) -> Hardware:
     """A GPU with memory for so many bytes of states, and host memory likewise."""
-    found = load("rtx-4090")
-    memories = {"device": replace(found.device, capacity=device * 5 // 4)}
-    memories["host"] = replace(found.host, capacity=host * 5 // 4)
-    return replace(found, **{**memories, **others})
+    hardware = load("rtx-4090")
+    memories = {"device": replace(hardware.device, capacity=device * 5 // 4)}
+    memories["host"] = replace(hardware.host, capacity=host * 5 // 4)
+    return replace(hardware, **{**memories, **others})
 
 
 def slow(hardware: Hardware, **factors: float) -> Hardware:
     """The machine with memories and links that are so many times slower."""
     changed = {}
     for name, factor in factors.items():
-        one = getattr(hardware, name)
-        if isinstance(one, Link):
-            changed[name] = replace(one, bandwidth=one.bandwidth / factor)
+        component = getattr(hardware, name)
+        if isinstance(component, Link):
+            changed[name] = replace(component, bandwidth=component.bandwidth / factor)
         else:
-            changed[name] = replace(one, read=one.read / factor, write=one.write / factor)
+            changed[name] = replace(component, read=component.read / factor, write=component.write / factor)
     return replace(hardware, **changed)
 
 
@@ -68,14 +68,14 @@ def plans(batch: int, placement: Placement, device: PlannedDevice = "cpu") -> Se
 
 
 def decision(hardware: Hardware, batch: int = 32, parameters: int = LAYERS, **options: object) -> Decision:
-    return decide(lambda one: plans(batch, one), SIZES, Config(**options), hardware, 1, parameters)
+    return decide(lambda config: plans(batch, config), SIZES, Config(**options), hardware, 1, parameters)
 
 
 def test_where_everything_fits_nothing_leaves_and_nothing_is_simulated():
-    found = decision(machine(device=40 * MODEL_BYTES))
-    assert found.placement == Placement() and found.nothing_moves
-    assert [one.seconds for one in found.candidates] == [None]
-    assert found.reason == "everything fits on the device, so nothing leaves it"
+    decided = decision(machine(device=40 * MODEL_BYTES))
+    assert decided.placement == Placement() and decided.nothing_moves
+    assert [candidate.seconds for candidate in decided.candidates] == [None]
+    assert decided.reason == "everything fits on the device, so nothing leaves it"
 
 
 def of_parameters_and_activations_one_leaves() -> Hardware:
@@ -86,12 +86,12 @@ def of_parameters_and_activations_one_leaves() -> Hardware:
 def test_of_parameters_and_activations_the_one_leaves_that_gives_the_faster_step():
     """Section 7.1: "we empirically chose to offload the one that gives better performance"."""
     hardware = of_parameters_and_activations_one_leaves()
-    found = decision(hardware)
-    assert found.rule.parameters == "host" and found.rule.activations == "device"
-    assert found.placement == replace(found.rule, parameters="device", activations="host")
-    by_placement = {one.placement: one.seconds for one in found.candidates}
-    assert by_placement[found.placement] == min(by_placement.values()) < 0.99 * by_placement[found.rule]
-    assert "less than with the choice of section 7.1's rule" in found.reason
+    decided = decision(hardware)
+    assert decided.rule.parameters == "host" and decided.rule.activations == "device"
+    assert decided.placement == replace(decided.rule, parameters="device", activations="host")
+    by_placement = {candidate.placement: candidate.seconds for candidate in decided.candidates}
+    assert by_placement[decided.placement] == min(by_placement.values()) < 0.99 * by_placement[decided.rule]
+    assert "less than with the choice of section 7.1's rule" in decided.reason
 
 
 def test_a_machine_with_slow_host_memory_keeps_the_optimizer_on_the_device():
@@ -99,21 +99,21 @@ def test_a_machine_with_slow_host_memory_keeps_the_optimizer_on_the_device():
     fast = decision(machine(device=room))
     assert fast.rule == fast.placement == Placement(optimizer="host")
     # Only host memory itself is slow, where the CPU would update the states.
-    found = decision(slow(machine(device=room), host=100))
-    assert found.rule == Placement(optimizer="host")
-    assert found.placement.optimizer == "device" and "host" in as_options(found.placement).values()
+    decided = decision(slow(machine(device=room), host=100))
+    assert decided.rule == Placement(optimizer="host")
+    assert decided.placement.optimizer == "device" and "host" in as_options(decided.placement).values()
 
 
 def test_the_rule_wins_ties():
     """A device that computes so slowly that every transfer is hidden."""
     hardware = of_parameters_and_activations_one_leaves()
     hardware = replace(hardware, peak=dict.fromkeys(hardware.peak, 1e8))
-    found = decision(hardware)
-    assert found.placement == found.rule
-    others = [one.seconds for one in found.candidates if one.placement != found.rule]
-    mine = next(one.seconds for one in found.candidates if one.placement == found.rule)
+    decided = decision(hardware)
+    assert decided.placement == decided.rule
+    others = [candidate.seconds for candidate in decided.candidates if candidate.placement != decided.rule]
+    mine = next(candidate.seconds for candidate in decided.candidates if candidate.placement == decided.rule)
     assert min(others) < mine and min(others) > 0.99 * mine
-    assert found.reason == "section 7.1's rule; of 2 near its choice that fit, none is simulated to be over 1% faster"
+    assert decided.reason == "section 7.1's rule; of 2 near its choice that fit, none is simulated to be over 1% faster"
 
 
 def test_a_choice_that_cannot_be_planned_is_listed_and_the_rule_goes_on():
@@ -124,23 +124,26 @@ def test_a_choice_that_cannot_be_planned_is_listed_and_the_rule_goes_on():
             raise BudgetError("the forward graph needs too much\nand a table says what")
         return plans(32, placement)
 
-    found = decide(plans_with, SIZES, Config(device_memory="1GiB"), hardware, 1, LAYERS)
-    first, second, *_ = found.candidates
+    decided = decide(plans_with, SIZES, Config(device_memory="1GiB"), hardware, 1, LAYERS)
+    first, second, *_ = decided.candidates
     assert (first.placement, first.refused) == (choice, "the forward graph needs too much")
-    assert second.placement == found.rule == Placement(gradients="host", optimizer="host")
-    text = str(found)
+    assert second.placement == decided.rule == Placement(gradients="host", optimizer="host")
+    text = str(decided)
     assert "doesn't fit" in text and "optimizer on host, activations on device: the forward graph needs" in text
 
 
 def test_what_is_in_flight_counts():
     """The first choice would fit by its size, but not together with what else a step has on the device."""
     hardware = of_parameters_and_activations_one_leaves()
-    found = decision(hardware, batch=512)
-    first, second = found.candidates
+    decided = decision(hardware, batch=512)
+    first, second = decided.candidates
     assert first.placement == replace(second.placement, parameters="device") and first.seconds is None
     assert first.refused == "it needs 1.6 MiB of device memory with what is in flight, which has 965.0 KiB"
-    assert second.placement == found.placement == found.rule and second.device < hardware.device.capacity < first.device
-    assert found.reason == "section 7.1's rule; nothing near it fits"
+    assert (
+        second.placement == decided.placement == decided.rule
+        and second.device < hardware.device.capacity < first.device
+    )
+    assert decided.reason == "section 7.1's rule; nothing near it fits"
 
 
 def test_nothing_fits_with_what_is_in_flight_and_the_error_lists_what_was_tried():
@@ -157,19 +160,19 @@ def test_nothing_fits_with_what_is_in_flight_and_the_error_lists_what_was_tried(
 
 
 def test_of_a_large_model_only_the_rules_choice_is_planned_and_the_reason_says_so():
-    found = decision(of_parameters_and_activations_one_leaves(), parameters=PARAMETERS_AT_MOST + 1)
-    assert found.placement == found.rule and [one.seconds for one in found.candidates] == [None]
-    assert found.reason == (
+    decided = decision(of_parameters_and_activations_one_leaves(), parameters=PARAMETERS_AT_MOST + 1)
+    assert decided.placement == decided.rule and [candidate.seconds for candidate in decided.candidates] == [None]
+    assert decided.reason == (
         "section 7.1's rule alone: it has 501 parameter tensors, and a model of over 500 is planned once"
     )
 
 
 def test_what_cannot_be_simulated_is_placed_by_the_rule_alone():
     hardware = of_parameters_and_activations_one_leaves()
-    found = decision(replace(hardware, peak={"float16": 1e12}))
-    assert found.placement == found.rule
-    assert found.reason.startswith("section 7.1's rule alone: no step can be simulated, because RTX 4090")
-    assert "has no peak for float32" in found.reason
+    decided = decision(replace(hardware, peak={"float16": 1e12}))
+    assert decided.placement == decided.rule
+    assert decided.reason.startswith("section 7.1's rule alone: no step can be simulated, because RTX 4090")
+    assert "has no peak for float32" in decided.reason
 
 
 def test_export_plan_decides_for_the_hardware():
@@ -193,13 +196,13 @@ def test_inference_has_nothing_but_parameters_to_place():
     frozen = model().requires_grad_(False)
     with torch.no_grad():
         hardware = machine(device=MODEL_BYTES // 2)
-        found = plan_model(frozen, inputs(8), hardware=hardware, prefetch=None, pack=None).decision
-    assert found.placement == Placement(parameters="host")
+        decided = plan_model(frozen, inputs(8), hardware=hardware, prefetch=None, pack=None).decision
+    assert decided.placement == Placement(parameters="host")
 
 
 def test_a_policy_that_moves_activations_is_left_to_do_so():
-    found = decision(of_parameters_and_activations_one_leaves(), activations="offload")
-    assert found.placement.activations == "device"
+    decided = decision(of_parameters_and_activations_one_leaves(), activations="offload")
+    assert decided.placement.activations == "device"
 
 
 @pytest.mark.parametrize("host", [1 << 40, 0], ids=["own-memory", "unified"])

@@ -41,8 +41,8 @@ def plan_with(count: int, group: OperatorGroup) -> Plan:
 
 
 def machine(device: int = 1 << 40, **others: object) -> Hardware:
-    found = load("rtx-4090")
-    return replace(found, device=replace(found.device, capacity=device), **others)
+    hardware = load("rtx-4090")
+    return replace(hardware, device=replace(hardware.device, capacity=device), **others)
 
 
 def decision(hardware: Hardware, plans: Callable[[int, OperatorGroup], Plan] = plan_with) -> Division:
@@ -53,29 +53,33 @@ def decision(hardware: Hardware, plans: Callable[[int, OperatorGroup], Plan] = p
     ("batch", "counts"), [(1, [1]), (7, [1, 7]), (8, [1, 2, 4, 8]), (60, [1, 2, 4, 10, 20, 60]), (2**20, 21)]
 )
 def test_counts_divide_the_batch_and_double_at_least(batch: int, counts: list[int] | int) -> None:
-    found = counts_for(batch)
-    assert (found if isinstance(counts, list) else len(found)) == counts
-    assert all(batch % one == 0 for one in found) and all(2 * one <= other for one, other in pairwise(found))
+    allowed = counts_for(batch)
+    assert (allowed if isinstance(counts, list) else len(allowed)) == counts
+    assert all(batch % count == 0 for count in allowed) and all(
+        2 * count <= other for count, other in pairwise(allowed)
+    )
 
 
 def test_where_the_whole_batch_fits_it_is_not_divided() -> None:
-    found = decision(machine())
-    assert (found.chosen.micro_batches, found.chosen.group) == (1, 1)
-    assert not any(one.refused for one in found.considered)
-    assert found.reason == f"1, with which a simulated step takes {found.considered[0].seconds:.4g} s"
-    assert [one.micro_batches for one in found.considered] == [1, 2, 2], "more are not planned: two are no faster"
+    decided = decision(machine())
+    assert (decided.chosen.micro_batches, decided.chosen.group) == (1, 1)
+    assert not any(candidate.refused for candidate in decided.considered)
+    assert decided.reason == f"1, with which a simulated step takes {decided.considered[0].seconds:.4g} s"
+    assert [candidate.micro_batches for candidate in decided.considered] == [1, 2, 2], (
+        "more are not planned: two are no faster"
+    )
 
 
 def test_the_fewest_that_fit_are_taken_by_the_groups_that_hold_less() -> None:
     """What a plan has in memory counts with the values that operators compute with."""
-    whole, half = (one.device for one in decision(machine()).considered[:2])
+    whole, half = (candidate.device for candidate in decision(machine()).considered[:2])
     grouped = decision(machine()).considered[2].device
     assert grouped < half < whole
-    found = decision(machine(half))
-    assert [one.micro_batches for one in found.considered if one.refused] == [1]
-    assert found.chosen.micro_batches == 2
-    assert found.reason.endswith("; fewer don't fit")
-    assert decision(machine(grouped)).chosen == found.considered[2]
+    decided = decision(machine(half))
+    assert [candidate.micro_batches for candidate in decided.considered if candidate.refused] == [1]
+    assert decided.chosen.micro_batches == 2
+    assert decided.reason.endswith("; fewer don't fit")
+    assert decision(machine(grouped)).chosen == decided.considered[2]
     text = str(decision(machine(grouped)))
     assert re.search("taken +2 by groups of operators", text) and text.count("doesn't fit") >= 2
     assert "1: it needs " in text and "of device memory with what is in flight, which has " in text
@@ -87,10 +91,10 @@ def test_more_are_taken_where_that_is_faster() -> None:
     def plans(count: int, group: OperatorGroup) -> Plan:
         return plan_with(8, 1) if count == 1 else plan_with(count, group)
 
-    found = decision(machine(), plans)
-    assert found.chosen.micro_batches == 2
-    assert found.chosen.seconds < found.considered[0].seconds
-    assert found.reason.endswith("; fewer take longer")
+    decided = decision(machine(), plans)
+    assert decided.chosen.micro_batches == 2
+    assert decided.chosen.seconds < decided.considered[0].seconds
+    assert decided.reason.endswith("; fewer take longer")
 
 
 def test_what_cannot_be_planned_is_listed() -> None:
@@ -101,10 +105,16 @@ def test_what_cannot_be_planned_is_listed() -> None:
             raise ConfigError("the model writes to a buffer")
         return plan_with(count, group)
 
-    found = decision(machine(), plans)
+    decided = decision(machine(), plans)
     writes = "the model writes to a buffer"
-    assert [one.refused for one in found.considered] == ["the backward graph needs too much", "", writes, "", writes]
-    assert (found.chosen.micro_batches, found.chosen.group) == (2, 1)
+    assert [candidate.refused for candidate in decided.considered] == [
+        "the backward graph needs too much",
+        "",
+        writes,
+        "",
+        writes,
+    ]
+    assert (decided.chosen.micro_batches, decided.chosen.group) == (2, 1)
 
 
 def test_nothing_fits() -> None:
@@ -117,6 +127,6 @@ def test_nothing_fits() -> None:
 
 def test_without_a_simulation_the_first_that_fits() -> None:
     half = decision(machine()).considered[1].device
-    found = decision(machine(half, peak={}))
-    assert found.chosen.micro_batches == 2 and found.chosen.seconds is None
-    assert "no step can be simulated, because " in found.reason
+    decided = decision(machine(half, peak={}))
+    assert decided.chosen.micro_batches == 2 and decided.chosen.seconds is None
+    assert "no step can be simulated, because " in decided.reason

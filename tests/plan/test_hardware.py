@@ -17,13 +17,13 @@ TEXT = files(hardware).joinpath("dgx-2.toml").read_text()
 def test_every_description_of_the_package_loads():
     assert hardware.names() == ["a100", "dgx-2", "dgx-a100", "dgx-h100", "rtx-4090"]
     for name in hardware.names():
-        found = hardware.load(name)
-        assert found.name and found.ranks == found.nodes * found.ranks_per_node
+        described = hardware.load(name)
+        assert described.name and described.ranks == described.nodes * described.ranks_per_node
         # Each memory is larger and slower than the one above it, for all devices of a node together.
-        devices = found.ranks_per_node
-        assert devices * found.device.capacity < found.host.capacity < found.nvme.capacity
-        assert devices * found.device.read > found.host.read > found.nvme.read
-        assert found.nvme.endurance > 100 * found.nvme.capacity
+        devices = described.ranks_per_node
+        assert devices * described.device.capacity < described.host.capacity < described.nvme.capacity
+        assert devices * described.device.read > described.host.read > described.nvme.read
+        assert described.nvme.endurance > 100 * described.nvme.capacity
 
 
 def test_as_many_nodes_as_ranks_fill():
@@ -35,19 +35,19 @@ def test_as_many_nodes_as_ranks_fill():
 
 
 def test_the_dgx_2_is_that_of_figure_2b():
-    found = hardware.load("dgx-2")
-    assert (found.ranks, found.host.capacity, found.nvme.capacity) == (16, int(1.5 * 2**40), 28 * 10**12)
-    assert found.device == Memory(32 << 30, 900e9, 900e9)
-    assert found.upload == Link(3e9, 10e-6) and found.nvme.read == 16 * 1.6e9
-    assert found.achieved("float16") == pytest.approx(70e12)
-    assert found.link == found.in_node
+    described = hardware.load("dgx-2")
+    assert (described.ranks, described.host.capacity, described.nvme.capacity) == (16, int(1.5 * 2**40), 28 * 10**12)
+    assert described.device == Memory(32 << 30, 900e9, 900e9)
+    assert described.upload == Link(3e9, 10e-6) and described.nvme.read == 16 * 1.6e9
+    assert described.achieved("float16") == pytest.approx(70e12)
+    assert described.link == described.in_node
 
 
 def test_a_file(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(TEXT.replace("nodes = 1", "nodes = 4", 1))
-    found = hardware.load(str(path))
-    assert found.ranks == 64 and found.link == found.between_nodes
+    described = hardware.load(str(path))
+    assert described.ranks == 64 and described.link == described.between_nodes
 
 
 def test_a_disk_costs_computing_nothing_unless_it_is_said():
@@ -73,8 +73,8 @@ def test_what_a_description_may_leave_out():
     assert plain.updates == {} and not plain.unified
     assert plain.launch == 5e-6 and hardware.parse(TEXT.replace("launch = 5e-6", ""), "x").launch == 0
     more = 'nodes = 1\nupdates = {float32 = 1.5e9, "split, 8bit" = 2e9}\nunified = true'
-    found = hardware.parse(TEXT.replace("nodes = 1", more, 1), "x")
-    assert found.updates == {"float32": 1.5e9, "split, 8bit": 2e9} and found.unified
+    described = hardware.parse(TEXT.replace("nodes = 1", more, 1), "x")
+    assert described.updates == {"float32": 1.5e9, "split, 8bit": 2e9} and described.unified
 
 
 def test_what_there_is_not():
@@ -145,9 +145,9 @@ def test_codes_of_8_bits_are_computed_as_fast_as_the_fastest_dtype(dtype: str):
 )
 def test_a_description_is_checked(before: str, after: str, message: str):
     assert before in TEXT
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as raised:
         hardware.parse(TEXT.replace(before, after, 1), "x")
-    assert message in str(found.value) and str(found.value).startswith("hardware x"), found.value
+    assert message in str(raised.value) and str(raised.value).startswith("hardware x"), raised.value
 
 
 def test_a_table_that_is_a_value():

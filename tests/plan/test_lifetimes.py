@@ -32,8 +32,8 @@ def test_a_stay_is_compared_with_those_alone_that_the_turn_begins():
     for_backward = [Event("fetch", 0, count - 1, for_backward=True)]
     lifetimes = Lifetimes([graph("forward", [*events, *for_backward], count), graph("backward", events, count)])
     begin, asked = LiveRange.begin, []
-    with mock.patch.object(LiveRange, "begin", property(lambda one: asked.append(one) or begin.fget(one))):
-        free = [lifetimes.frees(one) for one in lifetimes.of_tile[0]]
+    with mock.patch.object(LiveRange, "begin", property(lambda stay: asked.append(stay) or begin.fget(stay))):
+        free = [lifetimes.frees(stay) for stay in lifetimes.of_tile[0]]
     assert all(free) and len(asked) < 3 * len(free)
 
 
@@ -41,5 +41,5 @@ def test_a_tile_that_two_stays_read_is_in_host_memory_once():
     """Forward reads it for backward, and then for itself."""
     forward = [Event("fetch", 0, 0, for_backward=True), *live_range(1, 2, 2, 2, 2)]
     step = (graph("forward", forward, 4), graph("backward", live_range(0, 0, 0, 0, 0), 1))
-    found = flows(Plan(step, Config(placement="nvme")), step[0])
-    assert [(flow.host // KIB, flow.device // KIB) for flow in found[:4]] == [(0, 0), (4, 0), (4, 0), (0, 4)]
+    moved = flows(Plan(step, Config(placement="nvme")), step[0])
+    assert [(flow.host // KIB, flow.device // KIB) for flow in moved[:4]] == [(0, 0), (4, 0), (4, 0), (0, 4)]

@@ -140,8 +140,8 @@ def test_explain_shows_them_after_each_table():
 def test_json_has_them_per_operator():
     plan = plan_of(4, placement="infinity-nvme")
     (data,) = json.loads(to_json([plan]))
-    for found, graph in zip(data["graphs"], plan.graphs, strict=True):
-        assert [(m["operator"], m["fetched"], m["device"], m["host"]) for m in found["memory"]] == [
+    for described, graph in zip(data["graphs"], plan.graphs, strict=True):
+        assert [(m["operator"], m["fetched"], m["device"], m["host"]) for m in described["memory"]] == [
             (flow.operator, flow.fetched, flow.device, flow.host) for flow in flows(plan, graph)
         ]
-        assert [m["arena"] for m in found["memory"]] == arena_by_operator(plan, graph)
+        assert [m["arena"] for m in described["memory"]] == arena_by_operator(plan, graph)

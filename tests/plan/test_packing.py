@@ -20,15 +20,15 @@ def buffer(nbytes: int, *spans: tuple[int, int]) -> PlannedBuffer:
     return PlannedBuffer("tile", "", nbytes, tuple(range(*span) for span in spans))
 
 
-def overlap(one: PlannedBuffer, other: PlannedBuffer) -> bool:
-    return any(a.start < b.stop and b.start < a.stop for a in one.spans for b in other.spans)
+def overlap(first: PlannedBuffer, other: PlannedBuffer) -> bool:
+    return any(a.start < b.stop and b.start < a.stop for a in first.spans for b in other.spans)
 
 
 def check(buffers: Sequence[PlannedBuffer], packing: Packing) -> None:
     placed = list(zip(packing.offsets, buffers, strict=True))
     assert packing.nbytes == max((offset + b.nbytes for offset, b in placed), default=0)
-    for (one, a), (other, b) in itertools.combinations(placed, 2):
-        assert not overlap(a, b) or one + a.nbytes <= other or other + b.nbytes <= one
+    for (offset, a), (other, b) in itertools.combinations(placed, 2):
+        assert not overlap(a, b) or offset + a.nbytes <= other or other + b.nbytes <= offset
 
 
 @st.composite

@@ -83,20 +83,22 @@ def plan(lines: tuple[str, ...] = ("input 0: parameter 'w' f32[64, 64] on nvme",
 
 
 def test_time_rate_utilisation_and_stalls():
-    found = simulate_plan(plan(), MACHINE)
-    assert found.seconds == pytest.approx(6)
-    assert found.flops == 3000 and found.flops_per_second == pytest.approx(500)
-    assert found.utilisation["compute"] == pytest.approx(4 / 6) and found.utilisation["disk"] == pytest.approx(2 / 6)
-    assert found.critical_seconds["disk"] == pytest.approx(2) and found.critical_seconds["compute"] == pytest.approx(4)
-    assert found.stalled["disk"] == pytest.approx(2) and found.stalled["link"] == 0
-    assert [stall.before for stall in found.stalls()] == ["inference 0"]
+    result = simulate_plan(plan(), MACHINE)
+    assert result.seconds == pytest.approx(6)
+    assert result.flops == 3000 and result.flops_per_second == pytest.approx(500)
+    assert result.utilisation["compute"] == pytest.approx(4 / 6) and result.utilisation["disk"] == pytest.approx(2 / 6)
+    assert result.critical_seconds["disk"] == pytest.approx(2) and result.critical_seconds["compute"] == pytest.approx(
+        4
+    )
+    assert result.stalled["disk"] == pytest.approx(2) and result.stalled["link"] == 0
+    assert [stall.before for stall in result.stalls()] == ["inference 0"]
 
 
 def test_another_batch_computes_more_and_moves_the_same_parameters():
     assert batch_of(plan()) == 4
     twice = with_batch(plan(), 8)
-    found = simulate_plan(twice, MACHINE)
-    assert found.seconds == pytest.approx(2 + 6 + 2) and twice.kept == 20
+    simulation = simulate_plan(twice, MACHINE)
+    assert simulation.seconds == pytest.approx(2 + 6 + 2) and twice.kept == 20
     assert twice.graphs[0].tiles == plan().graphs[0].tiles
     activation = replace(plan().graphs[0].tiles[0], shape=(64,), activation=True)
     graph = replace(plan().graphs[0], tiles=(activation,))

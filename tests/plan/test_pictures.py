@@ -43,9 +43,9 @@ def made() -> tuple[Plan, Simulation, Hardware]:
 
 def test_each_event_that_takes_time_is_in_its_lane():
     plan, simulation, _ = made()
-    found = slices(plan, simulation)
-    assert {one.lane for one in found} == set(LANES) - {"all-gather", "reduce"}  # one rank
-    count = {lane: sum(one.lane == lane for one in found) for lane in LANES}
+    drawn = slices(plan, simulation)
+    assert {span.lane for span in drawn} == set(LANES) - {"all-gather", "reduce"}  # one rank
+    count = {lane: sum(span.lane == lane for span in drawn) for lane in LANES}
     assert count["compute"] == sum(len(graph.operators) for graph in plan.graphs)
     forward, backward = plan.graphs
     uploads = [e for graph in plan.graphs for e in graph.events if e.kind == "upload" and not e.resident]
@@ -56,9 +56,9 @@ def test_each_event_that_takes_time_is_in_its_lane():
         if e.kind == "upload" and e.operator == -1 and backward.tiles[e.tile].label in for_backward
     ]
     assert count["upload"] == len(uploads) - len([e for e in again if not e.resident])
-    assert max(one.end for one in found) == simulation.seconds
-    assert [one.start for one in found] == sorted(one.start for one in found)
-    embedding = next(one for one in found if one.name == "forward 0")
+    assert max(span.end for span in drawn) == simulation.seconds
+    assert [span.start for span in drawn] == sorted(span.start for span in drawn)
+    embedding = next(span for span in drawn if span.name == "forward 0")
     assert embedding.detail == "embedding"
 
 
@@ -94,22 +94,22 @@ def assert_tracks_hold_one_slice_at_a_time(events: list[dict]) -> None:
         if e["ph"] == "X":
             tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
     for track in tracks.values():
-        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(sorted(track)))
+        assert all(span[1] <= other[0] + 1e-6 for span, other in pairwise(sorted(track)))
 
 
 def test_what_compute_waits_for_is_between_its_jobs():
     _, simulation, _ = made()
     waited = waits(simulation)
-    assert sum(one.end - one.start for one in waited) == pytest.approx(sum(s.seconds for s in simulation.stalls()))
+    assert sum(wait.end - wait.start for wait in waited) == pytest.approx(sum(s.seconds for s in simulation.stalls()))
     computing = [
         (t.start, t.end)
         for job, t in zip(simulation.jobs, simulation.timings, strict=True)
         if job.resource == "compute" and job.seconds
     ]
     assert waited
-    for one in waited:
-        assert all(end <= one.start + 1e-12 or start >= one.end - 1e-12 for start, end in computing), one
-    names = {one.name for one in waited}
+    for wait in waited:
+        assert all(end <= wait.start + 1e-12 or start >= wait.end - 1e-12 for start, end in computing), wait
+    names = {wait.name for wait in waited}
     assert "wait tokens.weight" in names and all(name.startswith("wait ") for name in names)
     assert "wait states" in names and not any(name.removeprefix("wait ").isdecimal() for name in names)
 
@@ -123,11 +123,11 @@ def test_processes_stand_side_by_side_and_overlapping_slices_in_tracks_of_their_
     events = events["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {1: "first", 2: "second"}
-    found = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["pid"] == 2}
-    assert [found[f"fetch {name}"][:2] for name in "abc"] == [(0.5e6, 2e6), (1.5e6, 2e6), (2.5e6, 1e6)]
-    assert found["fetch a"][2] == found["fetch c"][2] != found["fetch b"][2]
+    times = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["pid"] == 2}
+    assert [times[f"fetch {name}"][:2] for name in "abc"] == [(0.5e6, 2e6), (1.5e6, 2e6), (2.5e6, 1e6)]
+    assert times["fetch a"][2] == times["fetch c"][2] != times["fetch b"][2]
     tracks = [e for e in events if e["name"] == "thread_name" and e["pid"] == 2 and e["args"]["name"] == "fetch"]
-    assert {e["tid"] for e in tracks} == {found["fetch a"][2], found["fetch b"][2]}
+    assert {e["tid"] for e in tracks} == {times["fetch a"][2], times["fetch b"][2]}
     assert_tracks_hold_one_slice_at_a_time(events)
 
 
@@ -159,10 +159,10 @@ def test_the_page_is_self_contained_and_holds_the_timeline():
     assert [curve["budget"] for curve in data["memory"]] == [19 << 20, 8 << 20]
     assert "RTX 4090 desktop, simulated" in data["summary"]
     in_rows: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for one in data["slices"]:
-        in_rows.setdefault((LANES[one["lane"]], one["row"]), []).append((one["start"], one["end"]))
+    for span in data["slices"]:
+        in_rows.setdefault((LANES[span["lane"]], span["row"]), []).append((span["start"], span["end"]))
     assert {lane for lane, row in in_rows if row} == {"offload", "optimizer"}  # as in the trace
-    assert all(one[1] <= other[0] for each in in_rows.values() for one, other in pairwise(sorted(each)))
+    assert all(span[1] <= other[0] for row in in_rows.values() for span, other in pairwise(sorted(row)))
 
 
 def test_names_cannot_leave_the_data():
@@ -173,16 +173,16 @@ def test_names_cannot_leave_the_data():
     named = dataclasses.replace(plan, graphs=(dataclasses.replace(forward, operators=operators), plan.graphs[1]))
     page = to_html(named, simulation, hardware, evil)
     assert "<img" not in page
-    assert evil in [one["detail"] for one in data_of(page)["slices"]]
+    assert evil in [span["detail"] for span in data_of(page)["slices"]]
 
 
 BROWSED = """
 const report = { title: document.title, range: document.getElementById("range").textContent };
 const first = plan.slices.findIndex((s) => plan.lanes[s.lane] === "compute");
-const one = plan.slices[first];
-const centre = () => x((one.start + one.end) / 2);
-const rowOf = lanes[one.lane].top + lanes[one.lane].height / 2;
-show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
+const chosen = plan.slices[first];
+const centre = () => x((chosen.start + chosen.end) / 2);
+const rowOf = lanes[chosen.lane].top + lanes[chosen.lane].height / 2;
+show(Math.max(chosen.start - (chosen.end - chosen.start), 0), (chosen.end - chosen.start) * 4);
 report.tip = hit(centre(), rowOf).text;
 const at = [centre(), TOP + 4].map((place) => Math.round(place * devicePixelRatio));
 report.pixel = [...pen.getImageData(...at, 1, 1).data];
@@ -194,7 +194,7 @@ const above = hit(x((second.start + second.end) / 2), inLane.top + 2);
 report.above = above && above.slice.row;
 const inSecond = [x((second.start + second.end) / 2), inRow - 4].map((place) => Math.round(place * devicePixelRatio));
 report.painted = [...pen.getImageData(...inSecond, 1, 1).data];
-show(Math.max(one.start - (one.end - one.start), 0), (one.end - one.start) * 4);
+show(Math.max(chosen.start - (chosen.end - chosen.start), 0), (chosen.end - chosen.start) * 4);
 const box = canvas.getBoundingClientRect();
 canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + centre(), clientY: box.top + rowOf }));
 report.shown = getComputedStyle(tip).display;

@@ -77,11 +77,11 @@ ADAPTERS = Sizes(parameters=2, gradients=2, optimizer=12, activations=5, frozen=
     ],
 )
 def test_what_trains_stays_beside_a_frozen_base(device: int, host: int, nvme: int, expected: tuple[str, ...]):
-    found = by_rule(ADAPTERS, Rooms(device, host, nvme))
+    placement = by_rule(ADAPTERS, Rooms(device, host, nvme))
     states = ("parameters", "gradients", "optimizer", "activations", "frozen")
-    assert tuple(tier_of(state, found) for state in states) == expected
-    assert sum(bytes_by_tier(found, ADAPTERS).values()) == 121
-    assert isinstance(found, Placement) == (expected[0] == expected[-1])
+    assert tuple(tier_of(state, placement) for state in states) == expected
+    assert sum(bytes_by_tier(placement, ADAPTERS).values()) == 121
+    assert isinstance(placement, Placement) == (expected[0] == expected[-1])
 
 
 def test_nothing_fits_and_the_error_says_what_was_needed_and_what_there_is():

@@ -105,19 +105,19 @@ def event(kind: str) -> Callable[[dict], dict]:
 def swap(plan: dict, first: str, second: str) -> None:
     """An event stands before one that it must follow: a circle of what waits for what."""
     events = plan["graphs"][0]["events"]
-    one = next(n for n, e in enumerate(events) if e["kind"] == first and not {"for_backward", "resident"} & e.keys())
-    other = next(n for n, e in enumerate(events) if e["kind"] == second and e["tile"] == events[one]["tile"])
-    events[one]["kind"], events[other]["kind"] = second, first
-    for number in (one, other):
+    index = next(n for n, e in enumerate(events) if e["kind"] == first and not {"for_backward", "resident"} & e.keys())
+    other = next(n for n, e in enumerate(events) if e["kind"] == second and e["tile"] == events[index]["tile"])
+    events[index]["kind"], events[other]["kind"] = second, first
+    for number in (index, other):
         events[number].pop("offset", None)
 
 
 def overlap(plan: dict) -> None:
     """All buffers at one place."""
     for graph in plan["graphs"]:
-        for one in graph["events"]:
-            if "offset" in one:
-                one["offset"] = 0
+        for entry in graph["events"]:
+            if "offset" in entry:
+                entry["offset"] = 0
 
 
 BROKEN: dict[str, tuple[Callable[[dict], object], str]] = {
@@ -291,7 +291,7 @@ def test_a_file_without_an_end_is_refused():
 def places(value: object, path: tuple = ()) -> list[tuple]:
     """Every place of a JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, one in inside for place in places(one, (*path, key)))]
+    return [path, *(place for key, item in inside for place in places(item, (*path, key)))]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

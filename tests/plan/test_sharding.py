@@ -28,31 +28,31 @@ def test_every_element_is_in_one_shard(
     config = Config(tile=limit, placement="nvme" if on_nvme else "host", partition=partition)
     shards = shards_of(shape, torch.float32, ranks, config, ranks - 1)
     assert ranks == 1 or shards.owner == (ranks - 1 if owned else None)
-    found: list[int] = []
+    elements: list[int] = []
     for rank in range(ranks):
         positions = []
         for part in shards.of_rank(rank):
-            found += part
+            elements += part
             positions += [shards.position(rank, part.start), shards.position(rank, part.start) + len(part)]
         assert positions == sorted(positions) and positions[-1] <= shards.held_by(rank)
-    assert sorted(found) == list(range(shape[0] * shape[1]))
-    for one, following in pairwise(shards.segments):
-        assert one.padded == one.count and one.count % max(shape[1], 1) == 0  # whole rows, without padding
-        assert (one.start + one.count, one.held + one.shard) == (following.start, following.held)
+    assert sorted(elements) == list(range(shape[0] * shape[1]))
+    for segment, following in pairwise(shards.segments):
+        assert segment.padded == segment.count and segment.count % max(shape[1], 1) == 0  # whole rows, without padding
+        assert (segment.start + segment.count, segment.held + segment.shard) == (following.start, following.held)
     assert shards.padded == sum(map(shards.held_by, range(ranks))) >= shards.numel
-    for each in (BITS, BLOCK):  # of optimizer states, what has one companion
-        blocks = shards.in_blocks(each)
+    for block in (BITS, BLOCK):  # of optimizer states, what has one companion
+        blocks = shards.in_blocks(block)
         for rank in range(ranks):
             pairs = list(zip(filter(None, shards.of_rank(rank)), filter(None, blocks.of_rank(rank)), strict=True))
-            assert [range(own.start // each, -(-own.stop // each)) for own, _ in pairs] == [own for _, own in pairs]
-            assert all(own.start % each == 0 for own, _ in pairs)
+            assert [range(own.start // block, -(-own.stop // block)) for own, _ in pairs] == [own for _, own in pairs]
+            assert all(own.start % block == 0 for own, _ in pairs)
 
 
 def test_segments_are_of_the_size_asked_for():
     shards = shards_of((1024, 64), torch.float32, 4, Config(tile=64 * 4 * 256, placement="host"))
-    assert [one.count // 64 for one in shards.segments] == [256, 256, 256, 256]
+    assert [segment.count // 64 for segment in shards.segments] == [256, 256, 256, 256]
     assert shards.of_rank(1)[2] == range(64 * 512 + 4096, 64 * 512 + 8192)
-    assert [one.start // 64 for one in shards.within(64 * 256, 64 * 512)] == [256, 512]
+    assert [segment.start // 64 for segment in shards.within(64 * 256, 64 * 512)] == [256, 512]
     with pytest.raises(AssertionError):
         shards.within(64, 64 * 256)
 

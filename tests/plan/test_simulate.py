@@ -45,8 +45,8 @@ def test_a_resource_serves_in_the_order_in_which_jobs_become_ready():
         Job("b", "disk", 2.0, after=(3,)),
         Job("d", "disk", 0.5),
     )
-    found = simulate(jobs)
-    assert timeline(found) == {
+    simulation = simulate(jobs)
+    assert timeline(simulation) == {
         "a": (0, 3),
         "d": (3, 3.5),
         "b": (4, 6),
@@ -54,17 +54,21 @@ def test_a_resource_serves_in_the_order_in_which_jobs_become_ready():
         "slow": (0, 5),
         "quick": (0, 4),
     }
-    assert names(found, found.critical_path) == ["quick", "b", "c"]
-    assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"link": 4, "disk": 3}
-    assert found.busy["disk"] == 6.5 and found.utilisation["compute"] == 5 / 7 and found.utilisation["upload"] == 0
+    assert names(simulation, simulation.critical_path) == ["quick", "b", "c"]
+    assert simulation.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"link": 4, "disk": 3}
+    assert (
+        simulation.busy["disk"] == 6.5
+        and simulation.utilisation["compute"] == 5 / 7
+        and simulation.utilisation["upload"] == 0
+    )
 
 
 def test_nothing_overlaps_where_jobs_run_one_after_another():
     jobs = (Job("forward 0", "compute", 2.0), Job("fetch a", "disk", 3.0), Job("forward 1", "compute", 1.0, (0,)))
-    found = one_after_another(jobs)
-    assert timeline(found) == {"forward 0": (0, 2), "fetch a": (2, 5), "forward 1": (5, 6)}
-    assert [(stall.before, stall.seconds) for stall in found.stalls()] == [("forward 1", 3.0)]
-    assert found.critical_path == [0, 1, 2] and simulate(jobs).seconds == 3.0
+    simulation = one_after_another(jobs)
+    assert timeline(simulation) == {"forward 0": (0, 2), "fetch a": (2, 5), "forward 1": (5, 6)}
+    assert [(stall.before, stall.seconds) for stall in simulation.stalls()] == [("forward 1", 3.0)]
+    assert simulation.critical_path == [0, 1, 2] and simulate(jobs).seconds == 3.0
 
 
 def test_jobs_that_end_together_release_before_anything_starts():
@@ -79,8 +83,8 @@ def test_jobs_that_end_together_release_before_anything_starts():
 
 def test_nothing_and_nothing_to_do():
     assert simulate(()).seconds == 0 and simulate(()).critical_path == [] and simulate(()).stalls() == []
-    found = simulate((Job("a", "compute", 0.0), Job("b", "compute", 0.0, (0,))))
-    assert found.seconds == 0 and found.utilisation["compute"] == 0
+    simulation = simulate((Job("a", "compute", 0.0), Job("b", "compute", 0.0, (0,))))
+    assert simulation.seconds == 0 and simulation.utilisation["compute"] == 0
 
 
 def test_a_circle_is_named():
@@ -108,40 +112,41 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
     [Job("0", "link", 0.0), Job("1", "compute", 0.5, (0,)), Job("2", "compute", 0.0), Job("3", "compute", 0.0)], 1, 1.0
 )
 def test_what_holds_for_any_jobs(jobs: list[Job], depth: int, beside: float):
-    found = simulate(jobs, depth, 0.25, beside)
-    runs = list(zip(found.jobs, found.timings, strict=True))
+    simulation = simulate(jobs, depth, 0.25, beside)
+    runs = list(zip(simulation.jobs, simulation.timings, strict=True))
     for job, timing in runs:
         took = timing.end - timing.start
         if job.resource == "disk" and (depth > 1 or beside < 1):
             assert took >= job.seconds * (1 - 1e-9)
         else:
             assert took == pytest.approx(job.seconds)
-        ready = max((found.timings[before].end for before in job.after), default=0.0)
+        ready = max((simulation.timings[before].end for before in job.after), default=0.0)
         assert timing.start >= ready
         if timing.cause is None:
             assert timing.start == 0.0
         else:
-            cause = found.timings[timing.cause]
-            shares = depth > 1 and job.resource == found.jobs[timing.cause].resource == "disk"
+            cause = simulation.timings[timing.cause]
+            shares = depth > 1 and job.resource == simulation.jobs[timing.cause].resource == "disk"
             assert timing.start == cause.end or (shares and cause.start <= timing.start <= cause.end)
     work = sum(job.seconds for job in jobs if job.resource == "disk")
-    assert work <= found.busy["disk"] * (1 + 1e-9) and found.busy["disk"] <= 8 * work * (1 + 1e-9)
+    assert work <= simulation.busy["disk"] * (1 + 1e-9) and simulation.busy["disk"] <= 8 * work * (1 + 1e-9)
     for resource in RESOURCES if depth == 1 else set(RESOURCES) - {"disk"}:
         served = sorted((t.start, t.end) for job, t in runs if job.resource == resource)
-        assert all(one[1] <= other[0] for one, other in pairwise(served))
-    for one in {timing.start for _, timing in runs}:
-        begun = [(job, t) for job, t in runs if job.resource == "disk" and t.start <= one < t.end]
+        assert all(span[1] <= other[0] for span, other in pairwise(served))
+    for moment in {timing.start for _, timing in runs}:
+        begun = [(job, t) for job, t in runs if job.resource == "disk" and t.start <= moment < t.end]
         waiting = [
             job
             for job, t in runs
-            if job.resource == "disk" and t.start > one >= max((found.timings[i].end for i in job.after), default=0.0)
+            if job.resource == "disk"
+            and t.start > moment >= max((simulation.timings[i].end for i in job.after), default=0.0)
         ]
         assert not waiting or sum(job.blocks for job, _ in begun) >= depth, "nothing waits while there is room"
-    assert sum(found.critical_seconds.values()) == pytest.approx(found.seconds)
-    idle = sum(stall.seconds for stall in found.stalls())
+    assert sum(simulation.critical_seconds.values()) == pytest.approx(simulation.seconds)
+    idle = sum(stall.seconds for stall in simulation.stalls())
     computing = [t.end for job, t in runs if job.resource == "compute"]
-    assert idle + found.busy["compute"] == pytest.approx(max(computing, default=0.0))
-    for stall in found.stalls():
+    assert idle + simulation.busy["compute"] == pytest.approx(max(computing, default=0.0))
+    for stall in simulation.stalls():
         assert sum(seconds for _, seconds in stall.waited_for) == pytest.approx(stall.seconds)
 
 
@@ -185,16 +190,18 @@ ONE_AHEAD = inference((0,), {0: (1,), 1: (2,)})
 
 
 def test_without_prefetch_every_transfer_is_waited_for():
-    found = simulate_plan(ON_DEMAND, ONE, TWO_SECONDS)
-    assert found.seconds == 3 * (1 + 0.5 + 2)
-    assert timeline(found)["inference 1"] == (5, 7)
-    assert [(stall.before, stall.seconds) for stall in found.stalls()] == [(f"inference {i}", 1.5) for i in range(3)]
-    assert len(found.critical_path) == len(found.jobs) == 9
+    simulation = simulate_plan(ON_DEMAND, ONE, TWO_SECONDS)
+    assert simulation.seconds == 3 * (1 + 0.5 + 2)
+    assert timeline(simulation)["inference 1"] == (5, 7)
+    assert [(stall.before, stall.seconds) for stall in simulation.stalls()] == [
+        (f"inference {i}", 1.5) for i in range(3)
+    ]
+    assert len(simulation.critical_path) == len(simulation.jobs) == 9
 
 
 def test_one_operator_ahead_hides_what_is_shorter_than_it():
-    found = simulate_plan(ONE_AHEAD, ONE, TWO_SECONDS)
-    assert timeline(found) == {
+    simulation = simulate_plan(ONE_AHEAD, ONE, TWO_SECONDS)
+    assert timeline(simulation) == {
         "fetch w0": (0, 1),
         "upload w0": (1, 1.5),
         "fetch w1": (1, 2),
@@ -205,17 +212,23 @@ def test_one_operator_ahead_hides_what_is_shorter_than_it():
         "upload w2": (4.5, 5),
         "inference 2": (5.5, 7.5),
     }
-    assert found.utilisation["compute"] == 6 / 7.5
+    assert simulation.utilisation["compute"] == 6 / 7.5
 
 
 def test_a_slow_disk_is_the_critical_path():
     """3 s per tile: fetches follow each other, and compute waits for half a second of each, and for the upload."""
     slow = replace(ONE, nvme=replace(ONE.nvme, read=BLOCK / 3))
-    found = simulate_plan(ONE_AHEAD, slow, TWO_SECONDS)
-    assert found.seconds == 11.5
-    assert names(found, found.critical_path) == ["fetch w0", "fetch w1", "fetch w2", "upload w2", "inference 2"]
-    assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"compute": 2, "upload": 0.5, "disk": 9}
-    first, second, third = found.stalls()
+    simulation = simulate_plan(ONE_AHEAD, slow, TWO_SECONDS)
+    assert simulation.seconds == 11.5
+    assert names(simulation, simulation.critical_path) == [
+        "fetch w0",
+        "fetch w1",
+        "fetch w2",
+        "upload w2",
+        "inference 2",
+    ]
+    assert simulation.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"compute": 2, "upload": 0.5, "disk": 9}
+    first, second, third = simulation.stalls()
     assert [(job.name, seconds) for job, seconds in first.waited_for] == [("fetch w0", 3), ("upload w0", 0.5)]
     assert [(job.name, seconds) for job, seconds in second.waited_for] == [("fetch w1", 0.5), ("upload w1", 0.5)]
     assert (third.before, third.seconds) == ("inference 2", 1)
@@ -229,8 +242,8 @@ def test_tiles_in_host_memory_are_not_fetched_and_on_the_device_not_moved():
 def test_what_stays_in_memory_is_not_moved():
     graph = ON_DEMAND.graphs[0]
     events = tuple(replace(e, resident=e.tile == 1 and e.kind != "wait") for e in graph.events)
-    found = simulate_plan(replace(ON_DEMAND, graphs=(replace(graph, events=events),)), ONE, TWO_SECONDS)
-    assert found.seconds == 2 * 3.5 + 2
+    simulation = simulate_plan(replace(ON_DEMAND, graphs=(replace(graph, events=events),)), ONE, TWO_SECONDS)
+    assert simulation.seconds == 2 * 3.5 + 2
 
 
 # Training. Two ranks; a tile is 8192 bytes, half of it on each. Per rank and half tile: 1 s from the disk, 2 s to it,
@@ -278,8 +291,8 @@ def updating(plan: Plan, **changes: object) -> Plan:
 
 def test_a_training_step():
     """Per rank, states are 6 half tiles, and gradients and parameters one: 7 s to read and 14 s to write."""
-    found = simulate_plan(training(), TWO, SECONDS, overlap=False)
-    assert timeline(found) == {
+    simulation = simulate_plan(training(), TWO, SECONDS, overlap=False)
+    assert timeline(simulation) == {
         "fetch w": (4, 5),  # the second time, for backward
         "upload w": (5, 6),
         "allgather w": (6, 7),
@@ -293,8 +306,8 @@ def test_a_training_step():
         "write_states 0": (23, 37),
     }
     behind = ["reduce_scatter w", "offload w", "write w", "read_states 0", "update 0", "write_states 0"]
-    assert names(found, found.critical_path)[-6:] == behind
-    nbytes = {job.kind: job.nbytes for job in found.jobs}
+    assert names(simulation, simulation.critical_path)[-6:] == behind
+    nbytes = {job.kind: job.nbytes for job in simulation.jobs}
     assert (nbytes["fetch"], nbytes["upload"], nbytes["allgather"]) == (BLOCK, BLOCK, 2 * BLOCK)
 
 
@@ -309,9 +322,9 @@ def test_a_step_that_overlaps_begins_with_the_optimizer_of_the_one_before():
 def test_a_loop_adds_to_the_gradients_of_the_micro_batches_before():
     """Which come to the device: from the disk in 1 s, and up in another; the sum goes back as it came the first time.
     The second forward pass doesn't wait for the first gradient to be written."""
-    found = simulate_plan(training(), TWO, SECONDS, overlap=False, accumulate=2)
-    first = [job.name for job in found.jobs].index("write w")
-    again = timeline(replace(found, jobs=found.jobs[first:], timings=found.timings[first:]))
+    simulation = simulate_plan(training(), TWO, SECONDS, overlap=False, accumulate=2)
+    first = [job.name for job in simulation.jobs].index("write w")
+    again = timeline(replace(simulation, jobs=simulation.jobs[first:], timings=simulation.timings[first:]))
     again = {name: (round(start, 6), round(end, 6)) for name, (start, end) in again.items()}  # adding takes 12 ns
     assert again["write w"] == (24, 26) and again["fetch w"] == (14, 15)  # behind the first write, from 12 to 14
     assert (again["forward 0"], again["backward 0"]) == ((12, 13), (17, 19))
@@ -331,13 +344,13 @@ def test_what_gradients_are_added_to_is_read_early_where_there_is_room():
     graph = GraphSchedule("backward", tiles, operators, tuple(events))
     config = Config(placement={"parameters": "host", "gradients": "nvme", "optimizer": "nvme"})
     seconds = {("backward", n): 10.0 for n in range(3)}
-    found = {}
+    awaited = {}
     for rooms in (1, 2):
         plan = Plan((graph,), config, gradient_buffer=rooms * 2 * BLOCK)
         jobs = event_graph(plan, ONE, seconds, overlap=False, accumulate=2)
-        found[rooms] = [{jobs[n].name for n in job.after} for job in jobs if job.kind == "read"]
-    assert found[1] == [{"backward 0"}, {"backward 1"}, {"backward 2"}]
-    assert found[2] == [{"backward 0"}, {"add a"}, {"add b", "write a"}]
+        awaited[rooms] = [{jobs[n].name for n in job.after} for job in jobs if job.kind == "read"]
+    assert awaited[1] == [{"backward 0"}, {"backward 1"}, {"backward 2"}]
+    assert awaited[2] == [{"backward 0"}, {"add a"}, {"add b", "write a"}]
 
 
 def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
@@ -345,13 +358,13 @@ def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme")
     shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}
     tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(count))
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
-    found = []
+    graphs = []
     for kind in ("forward", "backward"):
         stages = (*TRANSFERS, "wait", "release", *(("reduce_scatter", "offload") if kind == "backward" else ()))
         events = tuple(Event(stage, i, i) for i in range(count) for stage in stages)
-        found.append(GraphSchedule(kind, tiles, operators, events))
+        graphs.append(GraphSchedule(kind, tiles, operators, events))
     config = Config(placement={"parameters": "host", "gradients": "host", "optimizer": state_tier})
-    return updating(Plan(tuple(found), config, regions=MemoryRegions(chunk_elements=nbytes // 2)))
+    return updating(Plan(tuple(graphs), config, regions=MemoryRegions(chunk_elements=nbytes // 2)))
 
 
 @pytest.mark.parametrize(("chunks_together", "read_early"), [(CHUNKS, 0), (4, 3), (5, 4), (12, 5)])
@@ -387,15 +400,15 @@ def test_forward_waits_for_the_parameters_that_it_uses_and_no_others():
     """Chunks of 6 blocks, a second to read and two to write; reads wait for the writes of three chunks before."""
     host = Memory(1 << 40, 1e30, 1e30)
     quick = Link(1e30, 0.0)
-    one = replace(ONE, host=host, upload=quick, download=quick, nvme=Disks(1 << 40, 12 * BLOCK, 6 * BLOCK, None))
+    machine = replace(ONE, host=host, upload=quick, download=quick, nvme=Disks(1 << 40, 12 * BLOCK, 6 * BLOCK, None))
     seconds = {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(4)}
-    found = simulate_plan(of_parameters(4), one, seconds, overlap=True)
-    times = {name: (round(start, 6), round(end, 6)) for name, (start, end) in timeline(found).items()}
+    simulation = simulate_plan(of_parameters(4), machine, seconds, overlap=True)
+    times = {name: (round(start, 6), round(end, 6)) for name, (start, end) in timeline(simulation).items()}
     assert [times[f"read_states {i}"] for i in range(4)] == [(0, 1), (1, 2), (4, 5), (7, 8)]
     assert [times[f"write_states {i}"] for i in range(4)] == [(2, 4), (5, 7), (8, 10), (10, 12)]
     assert [times[f"forward {i}"] for i in range(4)] == [(1, 2), (2, 3), (5, 6), (8, 9)]
     assert times["backward 3"] == (12, 13)
-    apart = simulate_plan(of_parameters(4), one, seconds, overlap=False)
+    apart = simulate_plan(of_parameters(4), machine, seconds, overlap=False)
     assert round(apart.seconds, 6) == 8 + 12
 
 
@@ -419,10 +432,10 @@ def test_chunks_have_together_what_the_parameters_have():
         [(1, 4, 1), (2, 0, 2)],
         [(2, 2, 3)],
     ]
-    found = costs_of(plan, plan.update)
-    assert [cost.elements for cost in found] == 5 * [3 * BLOCK]
+    costs = costs_of(plan, plan.update)
+    assert [cost.elements for cost in costs] == 5 * [3 * BLOCK]
     states = 15 * BLOCK * (4 + 4 + 4)  # fp32 states on NVMe, of parameters in memory
-    assert {sum(getattr(cost, name) for cost in found) for name in ("states", "read", "written")} == {states}
+    assert {sum(getattr(cost, name) for cost in costs) for name in ("states", "read", "written")} == {states}
 
 
 def test_the_steps_events_take_turns_in_the_room_for_chunks():
@@ -441,55 +454,57 @@ def test_the_steps_events_take_turns_in_the_room_for_chunks():
 
 
 def test_a_device_in_host_memory_copies_what_leaves_it_and_uploads_nothing():
-    one = replace(ONE, host=Memory(1 << 30, 4 * BLOCK, 4 * BLOCK), unified=True)
+    machine = replace(ONE, host=Memory(1 << 30, 4 * BLOCK, 4 * BLOCK), unified=True)
     plan = of_parameters(2)
-    found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
-    assert not found.busy["upload"] and not found.busy["download"]
-    copies = [job for job in found.jobs if job.kind == "offload"]
+    simulation = simulate_plan(plan, machine, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
+    assert not simulation.busy["upload"] and not simulation.busy["download"]
+    copies = [job for job in simulation.jobs if job.kind == "offload"]
     assert [(job.resource, job.seconds) for job in copies] == [("compute", 1.0)] * 2
 
 
 LOADED = replace(ONE, nvme=replace(ONE.nvme, read_load=0.25, write_load=0.5), unified=True)
 
 
-def seconds_of_computing(found: Simulation) -> list[float]:
-    return [t.end - t.start for job, t in zip(found.jobs, found.timings, strict=True) if job.resource == "compute"]
+def seconds_of_computing(simulation: Simulation) -> list[float]:
+    return [
+        t.end - t.start for job, t in zip(simulation.jobs, simulation.timings, strict=True) if job.resource == "compute"
+    ]
 
 
 def test_computing_loses_what_a_disk_job_takes_while_it_runs():
     """Of 2 seconds of computing, the first is beside a read of 1 s, in which a quarter is lost."""
-    found = simulate_plan(ONE_AHEAD, LOADED, TWO_SECONDS)
-    times = timeline(found)
+    simulation = simulate_plan(ONE_AHEAD, LOADED, TWO_SECONDS)
+    times = timeline(simulation)
     assert (times["fetch w1"], times["inference 0"], times["fetch w2"]) == ((1, 2), (1, 3.25), (3.25, 4.25))
-    assert seconds_of_computing(found) == [2.25, 2.25, 2.0]
-    assert found.busy["compute"] == 6.5 and found.seconds == 7.5
-    assert sum(found.critical_seconds.values()) == found.seconds
+    assert seconds_of_computing(simulation) == [2.25, 2.25, 2.0]
+    assert simulation.busy["compute"] == 6.5 and simulation.seconds == 7.5
+    assert sum(simulation.critical_seconds.values()) == simulation.seconds
 
 
 def test_what_starts_a_transfer_computes_later():
     """The reads of w0 and w1 before the first operator, that of w2 before the second; the third starts none."""
     disks = replace(ONE.nvme, start=0.25)
-    found = simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks, unified=True), TWO_SECONDS)
-    assert seconds_of_computing(found) == [2.5, 2.25, 2.0]
+    simulation = simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks, unified=True), TWO_SECONDS)
+    assert seconds_of_computing(simulation) == [2.5, 2.25, 2.0]
     assert seconds_of_computing(simulate_plan(ONE_AHEAD, replace(ONE, nvme=disks), TWO_SECONDS)) == [2.0] * 3
 
 
 def test_the_disk_is_slower_beside_computing_where_both_need_processors():
     """At half of its speed from when the first operator begins on: 1 s for w0, and 2 s for w1."""
-    one = replace(ONE, nvme=replace(ONE.nvme, beside=0.5))
-    times = timeline(simulate_plan(ONE_AHEAD, replace(one, unified=True), TWO_SECONDS))
+    machine = replace(ONE, nvme=replace(ONE.nvme, beside=0.5))
+    times = timeline(simulate_plan(ONE_AHEAD, replace(machine, unified=True), TWO_SECONDS))
     assert (times["fetch w0"], times["fetch w1"], times["inference 0"]) == ((0, 1), (1, 3), (1, 3))
-    times = timeline(simulate_plan(ONE_AHEAD, one, TWO_SECONDS))
+    times = timeline(simulate_plan(ONE_AHEAD, machine, TWO_SECONDS))
     assert times["fetch w1"][1] - times["fetch w1"][0] == 1
 
 
 def test_jobs_share_the_disk_by_their_blocks():
     """Of three blocks together, one is b's: it has a third of the speed. a is as fast as the disk when it is alone."""
     jobs = [Job("a", "disk", 4.0, blocks=2), Job("b", "disk", 1.0), Job("forward 0", "compute", 4.0, (1,))]
-    found = simulate(jobs, depth=4)
-    assert timeline(found) == {"a": (0, 5), "b": (0, 3), "forward 0": (3, 7)}
-    assert found.busy["disk"] == 5
-    assert found.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"disk": 3, "compute": 4}
+    simulation = simulate(jobs, depth=4)
+    assert timeline(simulation) == {"a": (0, 5), "b": (0, 3), "forward 0": (3, 7)}
+    assert simulation.busy["disk"] == 5
+    assert simulation.critical_seconds == dict.fromkeys(RESOURCES, 0) | {"disk": 3, "compute": 4}
     assert timeline(simulate(jobs))["b"] == (4, 5), "one job at a time"
 
 
@@ -497,18 +512,18 @@ def test_a_job_begins_when_a_block_has_room_for_one_of_its_own():
     """Of four blocks under way, three are a's and one is the first of b's two. At 4/3 s a's first is done, and b's
     second begins; at 8/3 s b's first is done, and c begins; and at 10/3 s a has one left, as b and c have."""
     jobs = [Job("a", "disk", 3.0, blocks=3), Job("b", "disk", 2.0, blocks=2), Job("c", "disk", 1.0)]
-    found = simulate(jobs, depth=4)
-    starts, ends = zip(*((timing.start, timing.end) for timing in found.timings), strict=True)
+    simulation = simulate(jobs, depth=4)
+    starts, ends = zip(*((timing.start, timing.end) for timing in simulation.timings), strict=True)
     assert starts == pytest.approx((0, 0, 8 / 3)) and ends == pytest.approx((6, 35 / 6, 35 / 6))
-    assert [timing.cause for timing in found.timings] == [None, None, 1]
-    assert sum(found.critical_seconds.values()) == found.seconds
+    assert [timing.cause for timing in simulation.timings] == [None, None, 1]
+    assert sum(simulation.critical_seconds.values()) == simulation.seconds
 
 
 def test_what_waits_behind_a_long_job_begins_with_its_last_blocks():
     """One block at a time of b's hundred is left over when its last three are under way."""
     jobs = [Job("b", "disk", 100.0, blocks=100), Job("c", "disk", 1.0), Job("forward 0", "compute", 7.0)]
-    found = timeline(simulate(jobs, depth=4))
-    assert found["c"][0] == pytest.approx(97) and found["b"][1] == pytest.approx(101)
+    times = timeline(simulate(jobs, depth=4))
+    assert times["c"][0] == pytest.approx(97) and times["b"][1] == pytest.approx(101)
 
 
 @pytest.mark.parametrize(("blocks", "seconds"), [(1, 4), (2, 3), (4, 25 / 12), (8, 37 / 24)])
@@ -517,8 +532,8 @@ def test_a_disk_is_as_fast_as_many_blocks_are_under_way(blocks: int, seconds: fl
     job = Job("a", "disk", 1.0, blocks=blocks)
     assert simulate([job], 4, alone=0.25).seconds == pytest.approx(seconds)
     others = Job("forward 0", "compute", 0.3), Job("forward 1", "compute", 0.1)
-    found = simulate([job, *others], 4, 0.25, beside=0.999999)
-    assert found.timings[0].end == pytest.approx(seconds, rel=1e-5), "whatever else happens meanwhile"
+    simulation = simulate([job, *others], 4, 0.25, beside=0.999999)
+    assert simulation.timings[0].end == pytest.approx(seconds, rel=1e-5), "whatever else happens meanwhile"
 
 
 def test_a_shared_disk_loads_computing_by_what_it_moves():
@@ -548,9 +563,9 @@ def test_what_nothing_computes_beside_costs_nothing():
 def test_computing_that_is_short_beside_the_disk_loses_no_more_than_it_computes():
     """At half of its speed for as long as it runs."""
     jobs = [Job("write a", "disk", 10.0, load=0.5), Job("forward 0", "compute", 1.0), Job("forward 1", "compute", 8.0)]
-    found = simulate(jobs)
-    assert timeline(found) == {"write a": (0, 10), "forward 0": (0, 2), "forward 1": (2, 14)}
-    assert seconds_of_computing(found) == [2.0, 12.0]
+    simulation = simulate(jobs)
+    assert timeline(simulation) == {"write a": (0, 10), "forward 0": (0, 2), "forward 1": (2, 14)}
+    assert seconds_of_computing(simulation) == [2.0, 12.0]
 
 
 def test_reads_and_writes_of_a_step_have_their_loads():
@@ -563,15 +578,15 @@ def test_reads_and_writes_of_a_step_have_their_loads():
 
 def test_an_optimizer_takes_the_rate_measured_for_it():
     plan = of_parameters(2)
-    one = replace(ONE, updates={"float32": BLOCK / 3})
-    found = simulate_plan(plan, one, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
-    assert [job.seconds for job in found.jobs if job.kind == "update"] == [3.0, 3.0]
+    machine = replace(ONE, updates={"float32": BLOCK / 3})
+    simulation = simulate_plan(plan, machine, {(kind, i): 1.0 for kind in ("forward", "backward") for i in range(2)})
+    assert [job.seconds for job in simulation.jobs if job.kind == "update"] == [3.0, 3.0]
 
 
 def test_each_form_of_states_has_a_rate_of_its_own():
     """Where there is none, the bytes of the states are read and written at the rate of host memory."""
     kinds = [(kind, i) for kind in ("forward", "backward") for i in range(2)]
-    one = replace(ONE, updates={"float32": BLOCK / 3, "8bit": BLOCK / 5, "split, 8bit": BLOCK / 10})
+    machine = replace(ONE, updates={"float32": BLOCK / 3, "8bit": BLOCK / 5, "split, 8bit": BLOCK / 10})
     coded = {"state_dtype": "8bit"}
     of_bf16 = 8 * BLOCK  # bytes
     in_memory = ONE.host.seconds(of_bf16, of_bf16)
@@ -581,8 +596,8 @@ def test_each_form_of_states_has_a_rate_of_its_own():
         graphs = tuple(
             replace(graph, tiles=tuple(replace(tile, **form) for tile in graph.tiles)) for graph in plan.graphs
         )
-        found = simulate_plan(replace(plan, graphs=graphs), one, dict.fromkeys(kinds, 1.0))
-        assert [job.seconds for job in found.jobs if job.kind == "update"] == [seconds] * 2
+        simulation = simulate_plan(replace(plan, graphs=graphs), machine, dict.fromkeys(kinds, 1.0))
+        assert [job.seconds for job in simulation.jobs if job.kind == "update"] == [seconds] * 2
 
 
 QUICK = replace(
@@ -597,21 +612,21 @@ def rounded(simulation: Simulation, *names: str) -> list[tuple[float, float]]:
 
 
 def test_the_host_updates_while_a_device_with_memory_of_its_own_computes():
-    found = simulate_plan(of_parameters(2, state_tier="host"), QUICK, OF_TWO, overlap=True)
-    assert rounded(found, "update 0", "update 1", "forward 0", "forward 1") == [(0, 3), (3, 6), (3, 4), (6, 7)]
-    assert found.stalled["host"] == pytest.approx(3 + 2)
+    simulation = simulate_plan(of_parameters(2, state_tier="host"), QUICK, OF_TWO, overlap=True)
+    assert rounded(simulation, "update 0", "update 1", "forward 0", "forward 1") == [(0, 3), (3, 6), (3, 4), (6, 7)]
+    assert simulation.stalled["host"] == pytest.approx(3 + 2)
 
 
 def test_an_optimizer_that_steps_in_backward_updates_what_is_whole():
     """Beside backward on a device with memory of its own; else between its operators."""
     plan, names = of_parameters(2, state_tier="host"), ("backward 0", "update 0", "backward 1", "update 1")
-    found = simulate_plan(plan, QUICK, OF_TWO, in_backward=True)
-    assert rounded(found, *names) == [(2, 3), (3, 6), (3, 4), (6, 9)]
-    found = simulate_plan(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)
-    assert rounded(found, *names) == [(2, 3), (3, 6), (6, 7), (7, 10)]
-    assert "offload" not in {job.kind for job in found.jobs}  # the CPU has the gradients where it computed them
-    found = simulate_plan(plan, replace(QUICK, download=ONE.download), OF_TWO, in_backward=True)
-    assert rounded(found, "offload w0", "update 0", "offload w1", "update 1") == [(3, 5), (5, 8), (5, 7), (8, 11)]
+    simulation = simulate_plan(plan, QUICK, OF_TWO, in_backward=True)
+    assert rounded(simulation, *names) == [(2, 3), (3, 6), (3, 4), (6, 9)]
+    simulation = simulate_plan(plan, replace(QUICK, unified=True), OF_TWO, in_backward=True)
+    assert rounded(simulation, *names) == [(2, 3), (3, 6), (6, 7), (7, 10)]
+    assert "offload" not in {job.kind for job in simulation.jobs}  # the CPU has the gradients where it computed them
+    simulation = simulate_plan(plan, replace(QUICK, download=ONE.download), OF_TWO, in_backward=True)
+    assert rounded(simulation, "offload w0", "update 0", "offload w1", "update 1") == [(3, 5), (5, 8), (5, 7), (8, 11)]
 
 
 def test_gradients_that_are_consumed_go_to_no_disk():
@@ -651,11 +666,11 @@ def test_a_step_in_backward_accumulates_nothing():
 
 def test_an_optimizer_on_the_device_takes_that_memorys_rate_whatever_the_cpus_update():
     plan = of_parameters(1, state_tier="device")
-    one = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates={"float32": BLOCK / 5})
+    machine = replace(ONE, device=Memory(1 << 30, 12 * BLOCK, 6 * BLOCK), updates={"float32": BLOCK / 5})
     seconds = {("forward", 0): 1.0, ("backward", 0): 1.0}
-    of_updates = lambda found: [job.seconds for job in found.jobs if job.kind == "update"]  # noqa: E731
-    assert of_updates(simulate_plan(plan, one, seconds)) == [1 + 2]  # 12 blocks of states, read and written
-    assert of_updates(simulate_plan(plan, replace(one, unified=True), seconds)) == [5.0]
+    of_updates = lambda simulation: [job.seconds for job in simulation.jobs if job.kind == "update"]  # noqa: E731
+    assert of_updates(simulate_plan(plan, machine, seconds)) == [1 + 2]  # 12 blocks of states, read and written
+    assert of_updates(simulate_plan(plan, replace(machine, unified=True), seconds)) == [5.0]
 
 
 def test_groups_reduce_among_themselves_and_then_with_each_other():
@@ -666,23 +681,23 @@ def test_groups_reduce_among_themselves_and_then_with_each_other():
     graphs = tuple(
         replace(graph, tiles=tuple(replace(tile, replicas=2) for tile in graph.tiles)) for graph in plan.graphs
     )
-    found = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS, overlap=False))
-    assert found["allgather w"] == (6, 7)
-    assert found["reduce_scatter w"] == (9, 9 + 1 + 8)
+    times = timeline(simulate_plan(replace(plan, graphs=graphs, world_size=4), nodes, SECONDS, overlap=False))
+    assert times["allgather w"] == (6, 7)
+    assert times["reduce_scatter w"] == (9, 9 + 1 + 8)
 
 
 def test_gradients_in_host_memory_are_not_written():
-    found = simulate_plan(training("host"), TWO, SECONDS, overlap=False)
-    times = timeline(found)
+    simulation = simulate_plan(training("host"), TWO, SECONDS, overlap=False)
+    times = timeline(simulation)
     assert "write w" not in times and times["read_states 0"] == (12, 12 + 6)
 
 
 def test_the_turn_starts_what_backward_begins_with():
     """Forward still has the tile, so it is neither read nor gathered again; its shard is uploaded meanwhile."""
-    found = simulate_plan(training(for_backward=True), TWO, SECONDS, overlap=False)
-    names_of_jobs = [job.name for job in found.jobs]
+    simulation = simulate_plan(training(for_backward=True), TWO, SECONDS, overlap=False)
+    names_of_jobs = [job.name for job in simulation.jobs]
     assert names_of_jobs.count("fetch w") == names_of_jobs.count("allgather w") == 1
-    times = timeline(found)
+    times = timeline(simulation)
     assert (times["fetch w"], times["forward 0"]) == ((0, 1), (3, 4))
     assert (times["allgather w"], times["upload w"], times["backward 0"]) == ((2, 3), (3, 4), (4, 6))
 
@@ -746,11 +761,11 @@ def test_plans_and_machines_must_belong_together():
 def test_the_link_is_busy_with_what_ranks_send(placement: str):
     plan, parameters = captured(placement, world_size=16, pack=None)
     hardware = replace(load("dgx-2"), in_node=Link(1e9, 0.0))
-    found = simulate_plan(plan, hardware)
-    sent = sum(one.total for one in communication(plan))
-    assert found.busy["link"] == pytest.approx(sent / 1e9)
-    refreshed = {job.subject: job for job in found.jobs if job.kind == "refresh"}
+    simulation = simulate_plan(plan, hardware)
+    sent = sum(collective.total for collective in communication(plan))
+    assert simulation.busy["link"] == pytest.approx(sent / 1e9)
+    refreshed = {job.subject: job for job in simulation.jobs if job.kind == "refresh"}
     assert len(refreshed) == (0 if placement in ("dp", "zero-3") else parameters)
     if refreshed:  # an operator waits for the shards that other ranks have updated
-        first = next(job for job in found.jobs if job.kind == "forward")
-        assert found.jobs.index(refreshed["tokens.weight"]) in first.after
+        first = next(job for job in simulation.jobs if job.kind == "forward")
+        assert simulation.jobs.index(refreshed["tokens.weight"]) in first.after
