@@ -169,7 +169,7 @@ def decided(rank: int) -> list[str]:
         model = zinf_fx.offload(wide(), **options)
         compiled = wide()
         torch.compile(compiled, backend="zinf", options=options)(x)
-    placements = [str(next(one.parameters()).stored.placement) for one in (model, compiled)]
+    placements = [str(next(net.parameters()).stored.placement) for net in (model, compiled)]
     with memory(64):
         error = first_error(lambda: torch.compile(wide(), backend="zinf")(x))
     return [*placements, *error[:2]]

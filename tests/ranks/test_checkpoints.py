@@ -61,9 +61,9 @@ def of_each_rank(rank: int, directory: Path) -> dict[str, Any]:
     job.save(directory, sampler=sampler, generator=generator, number=rank, text="same")
     expected = torch.rand(2), torch.rand(3, generator=generator)
     sampler.order, generator = torch.zeros(1), torch.Generator()
-    found = job.load(directory, sampler=sampler, generator=generator)
+    loaded = job.load(directory, sampler=sampler, generator=generator)
     drawn = torch.rand(2), torch.rand(3, generator=generator)
-    return found | {
+    return loaded | {
         "order": bool(torch.equal(sampler.order, torch.arange(5000) + rank)),
         "drawn": all(map(torch.equal, drawn, expected)),
     }
@@ -84,8 +84,8 @@ class Sampler:
 
 
 def test_what_differs_between_ranks_comes_back_to_each(tmp_path: Path):
-    found = on_ranks(2, of_each_rank, tmp_path)
-    assert found == [{"number": n, "text": "same", "order": True, "drawn": True} for n in range(2)]
+    loaded = on_ranks(2, of_each_rank, tmp_path)
+    assert loaded == [{"number": n, "text": "same", "order": True, "drawn": True} for n in range(2)]
 
 
 def refusal(rank: int, directory: Path) -> str:
@@ -93,8 +93,8 @@ def refusal(rank: int, directory: Path) -> str:
     try:
         job.load(directory, sampler=Sampler(torch.zeros(1)))
     except CheckpointError as error:
-        found = job.load(directory, sampler=None, number=None, generator=None)
-        return f"{error}; {found}"
+        loaded = job.load(directory, sampler=None, number=None, generator=None)
+        return f"{error}; {loaded}"
     return ""
 
 
@@ -238,15 +238,15 @@ def damaged_and_refused(rank: int, directory: Path) -> tuple[str, str]:
         content[8192] ^= 1
         path.write_bytes(content)
     dist.barrier()
-    found = []
+    outcomes = []
     for error in (None, ValueError("another order")):
         if rank == 0:
             sampler.error = error
         try:
-            found.append(str(manager.resume()))
+            outcomes.append(str(manager.resume()))
         except (CheckpointError, ValueError) as raised:
-            found.append(f"{type(raised).__name__}: {raised}")
-    return tuple(found)
+            outcomes.append(f"{type(raised).__name__}: {raised}")
+    return tuple(outcomes)
 
 
 def test_all_ranks_resume_from_the_checkpoint_before_or_none(tmp_path: Path):
@@ -279,17 +279,17 @@ def managed(rank: int, directory: Path) -> list[object]:
     """One rank is told to end: all save, and end."""
     job = Job(None, rank, "infinity-cpu")
     manager = zinf_fx.CheckpointManager(directory, job.model, job.adam, every_steps=2, keep=1, **job.extra)
-    found: list[object] = [manager.resume()]
+    outcomes: list[object] = [manager.resume()]
     with manager:
         try:
             for step in range(1, 9):
                 job.train(2 * step)
                 if rank == 1 and step == 5:
                     signal.raise_signal(signal.SIGTERM)
-                found.append(manager.after_step(step) is not None)
+                outcomes.append(manager.after_step(step) is not None)
         except SystemExit as ended:
-            found.append(ended.code)
-    return [*found, manager.resume()]
+            outcomes.append(ended.code)
+    return [*outcomes, manager.resume()]
 
 
 def test_all_ranks_end_when_one_is_told_to(tmp_path: Path):

@@ -17,16 +17,16 @@ from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | float]:
     """Losses, gradients and parameters of steps with one optimizer before and after a conversion to what the model is,
     and with another one after that to double, which gradients take part in."""
-    found: list[torch.Tensor | float] = []
-    one, other = (torch.optim.AdamW(tp.groups(gpt), fused=True, **tp.STEPS) for _ in range(2))
-    for convert, optimizer in ((lambda m: m.to("cpu"), one), (lambda m: m.float(), one), (lambda m: m.double(), other)):
+    results: list[torch.Tensor | float] = []
+    opt, other = (torch.optim.AdamW(tp.groups(gpt), fused=True, **tp.STEPS) for _ in range(2))
+    for convert, optimizer in ((lambda m: m.to("cpu"), opt), (lambda m: m.float(), opt), (lambda m: m.double(), other)):
         convert(gpt)
         if optimizer is other:
-            found += [p.grad.full_tensor().clone() for p in gpt.parameters() if isinstance(p, DTensor)]
-        found += tp.train(run, optimizer, (0, 1), 1)
+            results += [p.grad.full_tensor().clone() for p in gpt.parameters() if isinstance(p, DTensor)]
+        results += tp.train(run, optimizer, (0, 1), 1)
         ((tokens, targets),) = next(iter(tp.batches(1, 1, 1)))[0]
         run(tokens, targets).backward()
-    return found + list(tp.values(gpt).values())
+    return results + list(tp.values(gpt).values())
 
 
 def converted_in_parallel(rank: int) -> list[str]:
@@ -37,13 +37,19 @@ def converted_in_parallel(rank: int) -> list[str]:
     for placement, compiled in (("host", False), ("nvme", True)):
         gpt = zinf_fx.offload(tp.parallel(tp.model(), mesh), placement=placement)
         before = [stored_parameter(p) for p in gpt.parameters()]
-        found = train_in_parallel(gpt, torch.compile(gpt, backend="zinf") if compiled else gpt)
-        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        results = train_in_parallel(gpt, torch.compile(gpt, backend="zinf") if compiled else gpt)
+        for number, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
             same = mine.equal(theirs) if isinstance(mine, torch.Tensor) else mine == theirs
-            wrong += [] if same else [f"{placement}: {number} of {len(found)}"]
+            wrong += [] if same else [f"{placement}: {number} of {len(results)}"]
         after = [stored_parameter(p) for p in gpt.parameters()]
-        wrong += [f"{placement}: {one}" for one, two in zip(before, after, strict=True) if one is not two]
-        wrong += [f"{placement}: {one} in memory" for one in after if stored_parameter(one.whole).dtype != torch.double]
+        wrong += [
+            f"{placement}: {parameter}" for parameter, two in zip(before, after, strict=True) if parameter is not two
+        ]
+        wrong += [
+            f"{placement}: {parameter} in memory"
+            for parameter in after
+            if stored_parameter(parameter.whole).dtype != torch.double
+        ]
     return wrong
 
 

@@ -52,7 +52,7 @@ def small(rank: int) -> dict[str, float]:
     """The largest difference to DistributedDataParallel."""
     twin = Small()
     train(twin, nn.parallel.DistributedDataParallel(twin), torch.optim.AdamW(twin.parameters(), 0.1, fused=True), rank)
-    found = {}
+    apart = {}
     for optimizer in (zinf_fx.optim.AdamW, torch.optim.AdamW):
         for placement in ("zero-1", "infinity-nvme", HOST_AND_NVME):
             model = zinf_fx.offload(Small(), placement=placement, collective_timeout=SOON)
@@ -61,8 +61,8 @@ def small(rank: int) -> dict[str, float]:
             pairs = zip(model.parameters(), twin.parameters(), strict=True)
             differences = [(mine.full_tensor() - theirs).abs() for mine, theirs in pairs]
             name = f"{optimizer.__module__} {placement}"
-            found[name] = max(each.max().item() for each in differences if each.numel())
-    return found
+            apart[name] = max(difference.max().item() for difference in differences if difference.numel())
+    return apart
 
 
 def test_parameters_smaller_than_a_shard_train_as_distributed_data_parallel():
@@ -98,7 +98,7 @@ def gradients(rank: int, placement: str) -> dict[str, object]:
     def value(model: nn.Module) -> list[float]:
         return model.weight.grad.full_tensor().unique().tolist()
 
-    found: dict[str, object] = {}
+    by_case: dict[str, object] = {}
     early = nn.Linear(64, 64)
     early(inputs).sum().backward()
     zinf_fx.offload(early, placement=placement, collective_timeout=SOON)
@@ -106,31 +106,31 @@ def gradients(rank: int, placement: str) -> dict[str, object]:
         with pytest.raises(OptimizerError, match="of this rank alone"):
             kind(early.parameters(), fused=True).step()
     early(inputs).sum().backward()
-    found["before offload and after it"] = value(early)
+    by_case["before offload and after it"] = value(early)
 
     model = layer()
     model(inputs).sum().backward()
     torch.autograd.grad(model(inputs).square().sum(), model.weight)
-    found["beside torch.autograd.grad"] = value(model)
+    by_case["beside torch.autograd.grad"] = value(model)
 
     model = layer()
     with zinf_fx.no_sync():
         model(inputs).sum().backward()
     twin = copy.deepcopy(model)
     twin(inputs).sum().backward()
-    found["of a copy"] = value(twin)
+    by_case["of a copy"] = value(twin)
     for how, options in AFTER_ERRORS.items():
-        found[how] = after_an_error(layer(**options), how, inputs)
-    return found
+        by_case[how] = after_an_error(layer(**options), how, inputs)
+    return by_case
 
 
 @pytest.mark.parametrize("placement", [slow("dp"), "zero-2"])
 def test_gradients_of_one_rank_are_reduced_once_and_never_lost(placement: str):
-    for found in on_ranks(2, gradients, placement):
+    for by_case in on_ranks(2, gradients, placement):
         expected = {"before offload and after it": [3.0], "beside torch.autograd.grad": [1.5], "of a copy": [3.0]}
         # Eager autograd had added the bias's gradient of the pass that failed.
         expected |= {how: [3.0, 3.0 if how == "eager" else 2.0] for how in AFTER_ERRORS}
-        assert found == expected
+        assert by_case == expected
 
 
 def second_derivatives(rank: int) -> list[str]:
@@ -187,15 +187,15 @@ def lost(rank: int) -> list[str]:
     model = zinf_fx.offload(nn.Linear(64, 64), placement="zero-2", collective_timeout=1.0)
     model(torch.ones(2, 64)).sum().backward()
     zinf_fx.optim.SGD(model.parameters(), lr=1.0).step()
-    found = []
+    errors = []
     if rank:
         time.sleep(2)
-        return found
+        return errors
     for gather in (model.weight.full_tensor, model.weight.stored.refreshed, model.weight.stored.refreshed):
         with pytest.raises(RanksError) as raised:
             gather()
-        found.append(str(raised.value))
-    return found
+        errors.append(str(raised.value))
+    return errors
 
 
 def late(rank: int) -> str:
@@ -210,13 +210,13 @@ def late(rank: int) -> str:
 
 
 def odd(rank: int) -> tuple[dict[str, object], list[str], str]:
-    found = values(rank)
+    by_case = values(rank)
     with pytest.raises(Exception, match="give it once, where the model is offloaded"):
         model = zinf_fx.offload(nn.Linear(8, 8), placement="zero-3", collective_timeout=SOON)
         torch.compile(model, backend="zinf", options={"reduce_dtype": torch.bfloat16})(torch.ones(1, 8))
     with pytest.raises(OptimizerError, match="takes all ranks at the same time: leave step_in_backward out"):
         zinf_fx.optim.Adafactor(model.parameters(), step_in_backward=True)
-    return found, lost(rank), late(rank)
+    return by_case, lost(rank), late(rank)
 
 
 def test_odd_values_and_failures():
@@ -241,6 +241,6 @@ def groups(rank: int) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_two_process_groups_train_a_model_each():
-    one, two, three, four = on_ranks(4, groups)
-    assert one == two != three == four
-    assert one[1] == 3.0 and three[1] == 7.0
+    first, second, third, fourth = on_ranks(4, groups)
+    assert first == second != third == fourth
+    assert first[1] == 3.0 and third[1] == 7.0

@@ -36,7 +36,7 @@ def wrapped(rank: int) -> tuple[list[str], list[str], bool]:
         warnings.simplefilter("default")
         for call in (compiled, expected, compiled, expected):
             call(x).square().sum().backward()
-    texts = [str(one.message) for one in caught if "DistributedDataParallel" in str(one.message)]
+    texts = [str(warning.message) for warning in caught if "DistributedDataParallel" in str(warning.message)]
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
     return refusals, texts, all(type(p) is nn.Parameter and torch.equal(p.grad, q.grad) for p, q in pairs)
 
@@ -59,7 +59,7 @@ def stored(rank: int) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             parent.module = model
-        texts += [str(one.message) for one in caught if "stored parameters" in str(one.message)]
+        texts += [str(warning.message) for warning in caught if "stored parameters" in str(warning.message)]
     return texts
 
 
@@ -72,7 +72,7 @@ def test_a_stored_model_in_distributed_data_parallel_is_warned_of():
 def accumulated(rank: int) -> list[bool]:
     """Whether losses, gradients and parameters of a stored model in DistributedDataParallel equal those of a plain one,
     after steps that accumulate two micro-batches: the first without synchronisation, by the wrapper's own means."""
-    found = []
+    runs = []
     for stored in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -93,8 +93,8 @@ def accumulated(rank: int) -> list[bool]:
             values += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
             optimizer.step()
             optimizer.zero_grad()
-        found.append(values + [p.detach().clone() for p in model.parameters()])
-    return [torch.equal(mine, plain) for plain, mine in zip(*found, strict=True)]
+        runs.append(values + [p.detach().clone() for p in model.parameters()])
+    return [torch.equal(mine, plain) for plain, mine in zip(*runs, strict=True)]
 
 
 def test_no_sync_of_a_wrapper_accumulates_stored_gradients_as_plain_ones():

@@ -42,7 +42,7 @@ def share_base(rank: int, base: Path, codes: Path) -> None:
     share_published(rank, codes)
     own_published(rank, codes)
     tensors = base_of(zinf_fx.offload(built(), placement="nvme", frozen_dtype="nf4")).values()
-    held, whole = sum(one.stored.bytes.nbytes for one in tensors), sum(one.stored.numel for one in tensors)
+    held, whole = sum(tensor.stored.bytes.nbytes for tensor in tensors), sum(tensor.stored.numel for tensor in tensors)
     assert whole // 2 <= held <= whole // 2 + 4 * 4096
     model = zinf_fx.attach_base(meta(), base)
     with torch.no_grad():
@@ -60,12 +60,12 @@ def refused(rank: int, base: str) -> list[str]:
     shard = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
     divided.head.weight = torch.nn.Parameter(shard, requires_grad=False)
     cases = [(model, base + "-not-here" * rank, {}), (divided, base, {}), (model, base, {"partition": "owner"})]
-    for one, path, options in cases:
+    for net, path, options in cases:
         try:
-            zinf_fx.attach_base(one, path, placement="nvme", **options)
+            zinf_fx.attach_base(net, path, placement="nvme", **options)
         except ZinfError as error:
             said.append(str(error))
-        assert not any(isinstance(local_part(p), zinf_fx.StoredTensor) for p in one.parameters())
+        assert not any(isinstance(local_part(p), zinf_fx.StoredTensor) for p in net.parameters())
     return said
 
 

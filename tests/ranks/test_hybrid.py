@@ -61,7 +61,7 @@ def summed(rank: int, placement: str) -> list[float]:
 
 def refusals(rank: int) -> list[str]:
     """Errors of what is no mesh to train on."""
-    found = []
+    messages = []
     pair = init_device_mesh("cpu", (2,))
     for options in (
         {"mesh": pair, "process_group": dist.group.WORLD},
@@ -71,8 +71,8 @@ def refusals(rank: int) -> list[str]:
     ):
         with pytest.raises(ConfigError) as raised:
             zinf_fx.Config(**options)
-        found.append(str(raised.value))
-    return found
+        messages.append(str(raised.value))
+    return messages
 
 
 def written(rank: int, replicas: int) -> list[float]:
@@ -98,8 +98,8 @@ def on_two(rank: int) -> tuple:
 def test_two_ranks_as_two_groups():
     for apart, counted, sums, values, errors in on_ranks(2, on_two):
         assert apart == {("infinity-nvme", 2): 0.0}  # nothing is partitioned: the norm is summed in PyTorch's order
-        for found, planned, expected in counted:
-            assert found == planned == expected
+        for sent_bytes, planned, expected in counted:
+            assert sent_bytes == planned == expected
         assert sums == [[3.0]]
         assert values == [0.0]
         for error, part in zip(errors, ("both say", "not a torch.distributed", "3 dimensions", "'mean'"), strict=True):
@@ -112,8 +112,8 @@ CASES = [("dp", 2), ("zero-1", 2), ("zero-2", 2), ("zero-3", 2), ("infinity-nvme
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [Loop(), Loop(micro_batches=2, clip=0.5)], ids=["plainly", "accumulating, clipped"])
 def test_four_ranks_in_groups_train_as_distributed_data_parallel(loop: Loop):
-    for found in on_ranks(4, compare, CASES, loop):
-        assert len(found) == len(CASES) and max(found.values()) < ROUNDING, found
+    for apart in on_ranks(4, compare, CASES, loop):
+        assert len(apart) == len(CASES) and max(apart.values()) < ROUNDING, apart
 
 
 def counted(rank: int) -> tuple:
@@ -122,6 +122,6 @@ def counted(rank: int) -> tuple:
 
 @pytest.mark.slow
 def test_what_four_ranks_in_groups_send_and_agree_on():
-    for found, values in on_ranks(4, counted):
-        assert all(one == planned == expected for one, planned, expected in found.values()), found
+    for counts, values in on_ranks(4, counted):
+        assert all(sent_bytes == planned == expected for sent_bytes, planned, expected in counts.values()), counts
         assert values == [0.0, 1.0]  # each of the second group took over the shard of the first's

@@ -62,10 +62,10 @@ def trained(
     expected = losses_of(wrapped, optimizer, wrapped.no_sync, *rest)
     model = zinf_fx.offload(training.model(seed=rank), placement=placement, **options)
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    found = losses_of(torch.compile(model, backend="zinf", dynamic=dynamic), optimizer, zinf_fx.no_sync, *rest)
+    losses = losses_of(torch.compile(model, backend="zinf", dynamic=dynamic), optimizer, zinf_fx.no_sync, *rest)
     with zinf_fx.gathered(model) as values:
         pairs = list(zip(values, plain.parameters(), strict=True))
-        same = found == expected and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        same = losses == expected and all(torch.equal(mine, theirs) for mine, theirs in pairs)
         return same, max((mine - theirs).abs().max().item() for mine, theirs in pairs)
 
 

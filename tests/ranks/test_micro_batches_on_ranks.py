@@ -23,8 +23,8 @@ def decided(rank: int) -> float:
     machine = decisions.this_machine
 
     def smaller(*arguments: object) -> Hardware:
-        found = machine(*arguments)
-        return replace(found, device=replace(found.device, capacity=1 << (40 if rank == 0 else 10)))
+        hardware = machine(*arguments)
+        return replace(hardware, device=replace(hardware.device, capacity=1 << (40 if rank == 0 else 10)))
 
     stored = zinf_fx.offload(training.model(seed=rank), placement="infinity-nvme")
     optimizer = loop.optimizers[1](stored.parameters())
@@ -34,8 +34,8 @@ def decided(rank: int) -> float:
             run(*(torch.cat(parts) for parts in zip(*step, strict=True))).backward()
             optimizer.step()
     with zinf_fx.gathered(stored) as values:
-        pairs = [(one, parameters[name]) for (name, _), one in zip(stored.named_parameters(), values, strict=True)]
-        return max((one - other).abs().max().item() for one, other in pairs)
+        pairs = [(value, parameters[name]) for (name, _), value in zip(stored.named_parameters(), values, strict=True)]
+        return max((value - other).abs().max().item() for value, other in pairs)
 
 
 @pytest.mark.slow

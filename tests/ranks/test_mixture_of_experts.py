@@ -61,7 +61,7 @@ def losses(rank: int, name: str, compiled: bool) -> list[tuple[float, float]]:
         (plain, torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True)),
         (run, zinf_fx.optim.AdamW(model.parameters(), lr=1e-3)),
     ]
-    found = []
+    pairs = []
     for step in range(3):
         tokens = torch.full((2, 16), 3 + 7 * rank + step)  # one token, so that a rank needs one expert
         both = []
@@ -71,13 +71,13 @@ def losses(rank: int, name: str, compiled: bool) -> list[tuple[float, float]]:
             optimizer.step()
             optimizer.zero_grad()
             both.append(loss.item())
-        found.append((both[0], both[1]))
-    return found
+        pairs.append((both[0], both[1]))
+    return pairs
 
 
 @pytest.mark.parametrize(
     ("name", "compiled"), [("routed", True), slow("routed", False), slow("mixtral", True), slow("mixtral", False)]
 )
 def test_ranks_that_route_to_different_experts_train_as_distributed_data_parallel(name: str, compiled: bool):
-    for found in on_ranks(2, losses, name, compiled):
-        assert all(mine == plain for plain, mine in found)
+    for pairs in on_ranks(2, losses, name, compiled):
+        assert all(mine == plain for plain, mine in pairs)

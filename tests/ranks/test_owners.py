@@ -29,8 +29,8 @@ def sent(rank: int, placement: str) -> tuple[int, int, int, int]:
     return counted, planned, held, max(sizes)
 
 
-def check_sent(found: list[tuple[int, int, int, int]]) -> None:
-    counted, planned, held, largest = zip(*found, strict=True)
+def check_sent(results: list[tuple[int, int, int, int]]) -> None:
+    counted, planned, held, largest = zip(*results, strict=True)
     assert sum(counted) == sum(planned) and min(counted) < max(counted)
     assert max(held) - min(held) <= largest[0]
 
@@ -48,7 +48,7 @@ def test_two_ranks_own_parameters_and_tiles():
     results = on_ranks(2, on_two)
     for bitwise, tiled, _ in results:
         assert bitwise == [0.0] and tiled[0] < ROUNDING
-    check_sent([each for *_, each in results])
+    check_sent([counts for *_, counts in results])
 
 
 def on_four(rank: int) -> tuple:
@@ -63,8 +63,8 @@ def on_four(rank: int) -> tuple:
 
 @pytest.mark.slow
 def test_gradients_and_states_that_two_ranks_own():
-    for found in on_ranks(2, owned, ["zero-2"], Loop(3, micro_batches=2)):
-        assert found == [0.0]
+    for apart in on_ranks(2, owned, ["zero-2"], Loop(3, micro_batches=2)):
+        assert apart == [0.0]
 
 
 @pytest.mark.slow
@@ -72,4 +72,4 @@ def test_four_ranks_own_parameters_in_one_group_and_in_two():
     results = on_ranks(4, on_four)
     for plain, hybrid, _ in results:
         assert max(*plain, *hybrid) < ROUNDING and len(plain) == len(hybrid) == 2
-    check_sent([each for *_, each in results])
+    check_sent([counts for *_, counts in results])

@@ -46,13 +46,13 @@ def planned(plan: Plan) -> Moved:
     ]
     gathers, reductions = len(gathered) + len(refreshed_tiles(plan)), len(plan.lifetimes.gradient_offloads)
     collectives = Counter(allgather=gathers, reduce=reductions)
-    sent = sum(each.total for each in communication(plan))
+    sent = sum(collective.total for collective in communication(plan))
     return Moved(+collectives, sent, sum(traffic.host_to_nvme for _, traffic in phases(plan)))
 
 
 def counted(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[Moved, Moved]]:
     """By preset, what this rank does in a step in the steady state, and what the plan says."""
-    found = {}
+    by_preset = {}
     for preset in presets:
         torch._dynamo.reset()
         model = zinf_fx.offload(training.model(), placement=preset, pack="auto")
@@ -70,8 +70,8 @@ def counted(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[Moved, Moved
         calls = Counter(CALLS[event.name] for event in profile.events() if event.name in CALLS)
         moved = Moved(calls, after.sent_bytes - before.sent_bytes, after.bytes_written - before.bytes_written)
         assert [len(tile.members) for tile in plan.tiles if tile.members] == [10]
-        found[preset] = moved, planned(plan)
-    return found
+        by_preset[preset] = moved, planned(plan)
+    return by_preset
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def counted(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[Moved, Moved
     ids=str,
 )
 def test_collectives_of_a_step_are_those_of_the_plan(size: int, presets: tuple[str, ...]):
-    for found in on_ranks(size, counted, presets):
-        for preset, (moved, expected) in found.items():
+    for by_preset in on_ranks(size, counted, presets):
+        for preset, (moved, expected) in by_preset.items():
             assert moved == expected and moved.collectives["reduce"] == 1, preset
 
 
@@ -110,18 +110,20 @@ def apart(second: dict[str, Any], pack: object) -> tuple[list, list[set[str]]]:
     zinf_fx.offload(model.second, **{"placement": "zero-3", "pack": pack, **second})
     run, optimizer = torch.compile(model, backend="zinf"), zinf_fx.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    found = []
+    tensors = []
     with followed_plans(model) as plans:
         for _ in range(3):
             run(torch.randn(5, 24)).backward()
-            found += [p.grad.full_tensor() for p in model.parameters()]
+            tensors += [p.grad.full_tensor() for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-    found += [p.full_tensor() for p in model.parameters()]
+    tensors += [p.full_tensor() for p in model.parameters()]
     plans.append(zinf_fx.export_plan(model, (torch.randn(5, 24),), world_size=2))
-    several = [[{m.name.split(".")[-3] for m in tile.members} for tile in plan.tiles if tile.members] for plan in plans]
-    assert all(packs == several[0] for packs in several)
-    return found, several[0]
+    packs_by_plan = [
+        [{m.name.split(".")[-3] for m in tile.members} for tile in plan.tiles if tile.members] for plan in plans
+    ]
+    assert all(packs == packs_by_plan[0] for packs in packs_by_plan)
+    return tensors, packs_by_plan[0]
 
 
 def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
@@ -133,24 +135,24 @@ def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
         "stage 2": {"placement": "zero-2"},
         "ranks": {"process_group": dist.new_group([0, 1])},
     }
-    found = {}
+    outcomes = {}
     for what in named:
         options = others[what]
         (values, none), (packed_values, packs) = (apart(options, pack) for pack in (None, "auto"))
         same = all(map(torch.equal, values, packed_values))
-        found[what] = same and none == [] and sorted(map(sorted, packs)) == [["first"], ["second"]]
-    return found
+        outcomes[what] = same and none == [] and sorted(map(sorted, packs)) == [["first"], ["second"]]
+    return outcomes
 
 
 @pytest.mark.parametrize("named", [slow(["ranks"]), slow(["stage", "dtype", "reduction", "stage 2"])])
 def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own(named: Sequence[str]):
-    for found in on_ranks(2, treated_apart, named):
-        assert len(found) == len(named) and all(found.values()), found
+    for outcomes in on_ranks(2, treated_apart, named):
+        assert len(outcomes) == len(named) and all(outcomes.values()), outcomes
 
 
 def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
     """Whether training on a device that has memory of its own gives the same losses and parameters."""
-    found = []
+    outcomes = []
     for preset in presets:
         torch._dynamo.reset()
         losses, parameters = training.train_zinf(preset, training.Loop(4))
@@ -159,8 +161,8 @@ def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
             late = install(patch)
             theirs, others = training.train_zinf(preset, training.Loop(4), pack="auto")
         same = losses == theirs and all(torch.equal(parameters[name], others[name]) for name in parameters)
-        found.append(same and late.downloads > 0)
-    return found
+        outcomes.append(same and late.downloads > 0)
+    return outcomes
 
 
 @pytest.mark.slow
@@ -170,11 +172,11 @@ def test_packs_on_a_device_with_memory_of_its_own():
 
 def test_what_no_pack_of_many_ranks_has():
     alike = {"dtype": torch.float32, "tier": "nvme", "gradient_tier": "nvme", "ranks": 2, "partitioned": True}
-    one = Tile("one", (64,), shard=2048, **alike)
-    assert may_be_packed(one, "cpu", trained=False)
+    tile = Tile("one", (64,), shard=2048, **alike)
+    assert may_be_packed(tile, "cpu", trained=False)
     for other in ({"owned": True}, {"segment": 32}, {"dtype": torch.int8}, {"shape": (0,)}):
-        assert not may_be_packed(replace(one, **other), "cpu", trained=True)
-    resident = replace(one, tier="device", partitioned=False)
+        assert not may_be_packed(replace(tile, **other), "cpu", trained=True)
+    resident = replace(tile, tier="device", partitioned=False)
     assert may_be_packed(resident, "cpu", trained=True) and not may_be_packed(resident, "cpu", trained=False)
     alone = replace(resident, ranks=1, shard=0)  # whose gradients move, or nothing
     assert may_be_packed(alone, "cpu", trained=True) and not may_be_packed(alone, "cpu", trained=False)

@@ -43,7 +43,7 @@ def trained(where: str, divided: bool, sequence: bool = False, **options: object
         "saved": saved(plan),
         "kept": plan.kept,
         "sent": after.sent_bytes - before.sent_bytes,
-        "planned": sum(each.total for each in communication(plan)),
+        "planned": sum(collective.total for collective in communication(plan)),
         "written": after.bytes_written - before.bytes_written,
     }
 
@@ -51,12 +51,12 @@ def trained(where: str, divided: bool, sequence: bool = False, **options: object
 def with_and_without(rank: int, cases: list[tuple[str, bool]]) -> list[tuple[dict[str, Any], dict[str, Any], bool]]:
     """By case (where activations live, whether sequences are divided): what `trained` tells, and whether parameters are
     equal."""
-    found = []
+    runs = []
     for where, sequence in cases:
-        whole, divided = (trained(where, each, sequence) for each in (False, True))
+        whole, divided = (trained(where, partition, sequence) for partition in (False, True))
         mine, others = whole.pop("parameters"), divided.pop("parameters")
-        found.append((whole, divided, all(torch.equal(mine[name], others[name]) for name in mine)))
-    return found
+        runs.append((whole, divided, all(torch.equal(mine[name], others[name]) for name in mine)))
+    return runs
 
 
 def divided_and_plain(rank: int) -> tuple[dict[str, Any], bool]:
@@ -64,10 +64,10 @@ def divided_and_plain(rank: int) -> tuple[dict[str, Any], bool]:
     mesh = tp.mesh_of(1, 2)
     plain = tp.parallel(tp.model(), mesh["tp"])
     losses = tp.train(plain, torch.optim.AdamW(tp.groups(plain), lr=1e-2, fused=True), (0, 1), 2)
-    found = trained("nvme", True)
-    parameters = found.pop("parameters")
+    results = trained("nvme", True)
+    parameters = results.pop("parameters")
     same = all(torch.equal(parameters[name], value) for name, value in tp.values(plain).items())
-    return found, same and found["losses"] == losses
+    return results, same and results["losses"] == losses
 
 
 def test_checkpoints_take_half_of_the_bytes_on_two_ranks():

@@ -17,7 +17,7 @@ HIDDEN = 250
 
 def states(rank: int) -> dict[str, tuple[int, int, int]]:
     """By preset: bytes of model states on this rank, of them in the host arena, and the number of parameters."""
-    found = {}
+    by_preset = {}
     for preset in STAGES:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))).bfloat16()
@@ -26,19 +26,19 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
         model(torch.ones(2, HIDDEN, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
-        found[preset] = (
+        by_preset[preset] = (
             sum(t.stored.bytes.nbytes if isinstance(t, StoredTensor) else t.nbytes for t in tensors),
             zinf_fx.stats(model).host_bytes,
             sum(p.numel() for p in model.parameters()),
         )
-    return found
+    return by_preset
 
 
 @pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
 def test_model_states_of_a_rank_follow_table_1(size: int):
     """With Adam in mixed precision: 2 Psi of parameters, 2 Psi of gradients, 12 Psi of optimizer states."""
-    for found in on_ranks(size, states):
-        for preset, (nbytes, in_arena, psi) in found.items():
+    for by_preset in on_ranks(size, states):
+        for preset, (nbytes, in_arena, psi) in by_preset.items():
             stage = STAGES[preset]
             per_element = sum(part / (size if stage >= least else 1) for part, least in ((2, 3), (2, 2), (12, 1)))
             assert nbytes == pytest.approx(per_element * psi, rel=0.05), preset

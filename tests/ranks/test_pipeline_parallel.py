@@ -66,15 +66,15 @@ def trained_stage(mesh: DeviceMesh, kind: type, steps: int, **options: object) -
 def as_alone(rank: int, cases: list[tuple[str, str, tuple[int, int]]], steps: int = 2) -> list[float]:
     """By case (schedule, placement, how many data-parallel and tensor-parallel ranks): the largest difference to what
     one process trains."""
-    found = []
+    apart = []
     for schedule, placement, ranks in cases:
         kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]
         mesh = init_device_mesh("cpu", (2, *ranks), mesh_dim_names=("pp", "dp", "tp"))
         mine = trained_stage(mesh, kind, steps, placement=placement)
         alone = tp.train_alone(steps, ranks[0], MICRO_BATCHES)
         assert mine and mine.keys() <= alone.keys()
-        found.append(max((value - alone[name]).abs().max().item() for name, value in mine.items()))
-    return found
+        apart.append(max((value - alone[name]).abs().max().item() for name, value in mine.items()))
+    return apart
 
 
 @pytest.mark.slow

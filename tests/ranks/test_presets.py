@@ -14,13 +14,13 @@ from zinf_fx.plan.sharding import Shards
 
 def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
     """By preset: bytes that this rank sent in a step, that the plan says, and that the paper's formula says."""
-    found = {}
+    by_preset = {}
     for preset in presets:
         # A pack is gathered for backward with biases that backward doesn't need.
         options = {"residency": False, "prefetch": None, "pack": None}
         model = zinf_fx.offload(training.model(), placement=SPREAD if preset == "spread" else preset, **options)
-        found[preset] = *training.bytes_sent(model), formula(model, preset, training.world_size())
-    return found
+        by_preset[preset] = *training.bytes_sent(model), formula(model, preset, training.world_size())
+    return by_preset
 
 
 def formula(model: training.Model, preset: str, size: int) -> int:
@@ -47,7 +47,7 @@ def formula(model: training.Model, preset: str, size: int) -> int:
     ids=str,
 )
 def test_bytes_sent_are_those_of_the_plan_and_of_the_papers_formula(size: int, presets: tuple[str, ...]):
-    for found in on_ranks(size, sent, presets):
-        assert found.keys() == set(presets)
-        for preset, (counted, planned, expected) in found.items():
+    for by_preset in on_ranks(size, sent, presets):
+        assert by_preset.keys() == set(presets)
+        for preset, (counted, planned, expected) in by_preset.items():
             assert counted == planned == expected, preset

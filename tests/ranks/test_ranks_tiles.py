@@ -38,14 +38,14 @@ class Wide(nn.Module):
 def train(run: nn.Module, parameters: list, optimizer: torch.optim.Optimizer, rank: int, sent=lambda: 0) -> list[int]:
     """What `sent` says after each step."""
     generator = torch.Generator().manual_seed(rank)
-    found = []
+    sent_bytes = []
     for _ in range(3):
         run(torch.randint(700, (2, 9), generator=generator)).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(sent())
-    return found
+        sent_bytes.append(sent())
+    return sent_bytes
 
 
 def from_disk(rank: int, replicas: int) -> tuple[float, int, int, int, int]:
@@ -74,7 +74,7 @@ def from_disk(rank: int, replicas: int) -> tuple[float, int, int, int, int]:
     (plan,) = plans
     tiles = [tile for tile in plan.graph("backward").tiles if tile.name == "tokens.weight"]
     assert max(tile.gathered_nbytes for tile in tiles) <= 32 << 10  # never is all of it on one rank
-    planned = sum(each.total for each in communication(plan))
+    planned = sum(collective.total for collective in communication(plan))
     stats = zinf_fx.stats(model)
     return difference, sent[2] - sent[1], planned, len(tiles), stats.peak_host_bytes - stats.planned_host_bytes
 

@@ -40,28 +40,28 @@ def first_error(call: Callable[[], object]) -> Found:
 
 def alone(rank: int) -> dict[str, Found]:
     """What each rank is told, where they do different things. What follows a failure has other ranks' groups."""
-    found: dict[str, Found] = {}
+    errors: dict[str, Found] = {}
     models = {
         timeout: zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=timeout)
         for timeout in (60.0, 5.0, 62.0)
     }
     apart, absent, model = models.values()
     names = [name for name, _ in apart.named_parameters()]
-    found["different tensors"] = first_error(lambda: apart.get_parameter(names[rank]).full_tensor())
+    errors["different tensors"] = first_error(lambda: apart.get_parameter(names[rank]).full_tensor())
     dist.barrier()
     if rank:
         time.sleep(7)
     else:
-        found["a pause"] = first_error(lambda: torch.save(absent.state_dict(), io.BytesIO()))
+        errors["a pause"] = first_error(lambda: torch.save(absent.state_dict(), io.BytesIO()))
     dist.barrier()
     run = torch.compile(model, backend="zinf")
     ((batch,),) = training.batches(1, rank, 1)
     run(*batch).backward()
     if rank:
-        found["a step"] = first_error(lambda: run(*batch).backward())
+        errors["a step"] = first_error(lambda: run(*batch).backward())
     else:
-        found["a step"] = first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
-    return found
+        errors["a step"] = first_error(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    return errors
 
 
 def elsewhere(rank: int) -> dict[str, Found]:
@@ -74,19 +74,19 @@ def elsewhere(rank: int) -> dict[str, Found]:
         "a collective that the first has started": lambda: (time.sleep(late), dist.all_reduce(torch.ones(1))),
     }
     instead = {"barrier": dist.barrier, "all_gather_object": lambda: dist.all_gather_object([None] * 3, rank)}
-    found: dict[str, Found] = {}
+    errors: dict[str, Found] = {}
     for name, call in before.items():
         begun = dist.all_reduce(torch.ones(1), async_op=True) if not rank and "started" in name else None
         if rank:
             call()
-        found[name] = first_error(lambda: gathered(model))
+        errors[name] = first_error(lambda: gathered(model))
         if begun is not None:
             begun.wait()
     for name, call in instead.items():
         if not rank:
-            found[name] = first_error(lambda: gathered(model))
+            errors[name] = first_error(lambda: gathered(model))
         call()
-    return found
+    return errors
 
 
 def gathered(model: torch.nn.Module) -> None:
@@ -96,9 +96,9 @@ def gathered(model: torch.nn.Module) -> None:
 def random_states(rank: int) -> Found | None:
     """What the first rank is told while the second one waits for what it is to broadcast."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
-    found = None if rank else first_error(lambda: gathered(model))
+    error = None if rank else first_error(lambda: gathered(model))
     dist.broadcast(torch.ones(1), 0)
-    return found
+    return error
 
 
 def watchdogs() -> list[threading.Thread]:
@@ -118,12 +118,12 @@ def left_alone(rank: int) -> Found | None:
 
 @pytest.mark.slow
 def test_a_rank_is_told_which_other_collective_keeps_one_from_coming():
-    found, *others = on_ranks(3, elsewhere)
+    errors, *others = on_ranks(3, elsewhere)
     for name in others[0]:
-        text, seconds, _ = found[name]
-        assert not text and 3 < seconds < SOON and not any(one[name][0] for one in others), (name, text)
+        text, seconds, _ = errors[name]
+        assert not text and 3 < seconds < SOON and not any(told[name][0] for told in others), (name, text)
     for name in ("barrier", "all_gather_object"):
-        text, seconds, _ = found[name]
+        text, seconds, _ = errors[name]
         assert "rank 0 of 3 for the others to come to the gather of parameter 'tokens.weight', and rank" in text, text
         assert f"in torch.distributed.{name}(), called at {__file__}:" in text and seconds < SOON, text
         assert "call full_tensor() of each value of its state_dict on every rank first" in text, text
@@ -148,7 +148,7 @@ def test_one_rank_alone_is_told_what_the_others_do():
         assert "'tokens.weight' on rank 0" in text and "'frozen.weight' on rank 1" in text, text
     text, seconds, warnings = first["a pause"]
     assert "did not come to it within collective_timeout (5 s)" in text and "'tokens.weight'" in text, text
-    assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in one for one in warnings)
+    assert 5 <= seconds < SOON and any("'tokens.weight', a collective of all ranks" in warning for warning in warnings)
     for text, seconds, _ in (first["a step"], second["a step"]):
         assert text.startswith("RanksError: ranks wait for each other: rank 0 of 2") and seconds < SOON, text
         assert "the gather of parameter 'tokens.weight'" in text, text

@@ -71,9 +71,9 @@ def test_attempts_with_other_numbers_of_ranks_resume(tmp_path: Path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = on_ranks(2, attempt, store.port, str(tmp_path), 2, None)[0][1]
     for end, size in enumerate((1, 3, 2, 4), start=1):
-        found = on_ranks(size, attempt, store.port, str(tmp_path), 2 * end, None)
-        assert [first for first, _ in found] == [2 * max(1, end - 1)] * size
-        assert end > 1 or all(map(torch.equal, found[0][1], there))
+        attempts = on_ranks(size, attempt, store.port, str(tmp_path), 2 * end, None)
+        assert [first for first, _ in attempts] == [2 * max(1, end - 1)] * size
+        assert end > 1 or all(map(torch.equal, attempts[0][1], there))
         on_ranks(size, attempt, store.port, str(tmp_path), 2 * end + 1, 2 * end, killed=[size - 1])
 
 
@@ -125,7 +125,7 @@ def test_torchrun_resumes_whenever_ranks_are_killed(tmp_path: Path):
     for number in range(10):
         kills = [(chance.randrange(2), chance.uniform(0.3, 1.0) * (ended - begun)) for _ in range(3)]
         printed = restarted(tmp_path / f"killed{number}", kills)
-        found = torch.load(tmp_path / f"killed{number}.pt")
-        assert all(map(torch.equal, found, expected)), kills
+        values = torch.load(tmp_path / f"killed{number}.pt")
+        assert all(map(torch.equal, values, expected)), kills
         resumed += map(int, re.findall(r"rank 0 resumed (\d+)", printed))
     assert any(resumed), "no attempt got as far as a checkpoint"

@@ -33,22 +33,22 @@ def divided(rank: int, folder: Path) -> list[str]:
         return zinf_fx.offload(parallelize_module(net, mesh, plan), placement="nvme")
 
     mesh = init_device_mesh("cpu", (2,))
-    one, two = parallel(0), parallel(1)
-    assert isinstance(one[0].weight, DTensor)
-    zinf_fx.export_safetensors(one, folder)
-    zinf_fx.load_safetensors(two, folder)
-    with zinf_fx.gathered([*one.parameters(), *two.parameters()]) as values:
+    first, second = parallel(0), parallel(1)
+    assert isinstance(first[0].weight, DTensor)
+    zinf_fx.export_safetensors(first, folder)
+    zinf_fx.load_safetensors(second, folder)
+    with zinf_fx.gathered([*first.parameters(), *second.parameters()]) as values:
         half = len(values) // 2
         same = [torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True)]
-    return [name for (name, _), equal in zip(one.named_parameters(), same, strict=True) if not equal]
+    return [name for (name, _), equal in zip(first.named_parameters(), same, strict=True) if not equal]
 
 
 def test_parts_of_tensor_parallelism_are_exported_and_loaded(tmp_path: Path):
     assert on_ranks(2, divided, tmp_path) == [[], []]
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)).state_dict()
-    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == plain.keys() and all(torch.equal(exported[name], plain[name]) for name in plain)
 
 
 def replicated(rank: int, folder: Path) -> str:
@@ -70,7 +70,7 @@ def test_a_model_that_nothing_is_stored_of_is_exported_once(tmp_path: Path):
 def one_fails(rank: int, folder: Path) -> list[str]:
     """What is raised where one rank alone finds something wrong."""
     trained = zinf_fx.offload(model(), placement="infinity-nvme", collective_timeout=SOON)
-    found = []
+    errors = []
     (folder / "file").write_text("") if rank == 0 else None
     attempts = [
         lambda: zinf_fx.export_safetensors(trained, folder / "file"),
@@ -80,8 +80,8 @@ def one_fails(rank: int, folder: Path) -> list[str]:
     for attempt in attempts:
         with pytest.raises(CheckpointError) as raised:
             attempt()
-        found.append(str(raised.value))
-    return found
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_what_one_rank_finds_is_an_error_on_every_rank(tmp_path: Path):
@@ -97,7 +97,7 @@ def _resident() -> tuple[int, int]:
     text = Path("/proc/self/smaps").read_text()
     blocks = re.findall(r"\.safetensors\n((?:[A-Z]\w+: .*\n)+)", text)
     numbers = [dict(re.findall(r"(\w+): +(\d+) kB", block)) for block in blocks]
-    return tuple(sum(int(one[name]) for one in numbers) << 10 for name in ("Rss", "Anonymous"))
+    return tuple(sum(int(mapping[name]) for mapping in numbers) << 10 for name in ("Rss", "Anonymous"))
 
 
 def loaded(rank: int, folder: Path, alike: bool) -> tuple[float, tuple[int, int]]:
@@ -118,8 +118,8 @@ def loaded(rank: int, folder: Path, alike: bool) -> tuple[float, tuple[int, int]
 def test_ranks_read_their_parts_of_a_file_that_all_have(tmp_path: Path):
     value = torch.full((2048, 4096), 3.0)
     safetensors.torch.save_file({"weight": value}, tmp_path / "file.safetensors")
-    for found, (resident, changed) in on_ranks(2, loaded, tmp_path, True):
-        assert found == 3.0 and 0.4 < resident / value.nbytes < 0.7 and not changed
+    for read_value, (resident, changed) in on_ranks(2, loaded, tmp_path, True):
+        assert read_value == 3.0 and 0.4 < resident / value.nbytes < 0.7 and not changed
 
 
 def test_ranks_with_other_files_take_the_values_of_the_first(tmp_path: Path):
@@ -127,5 +127,5 @@ def test_ranks_with_other_files_take_the_values_of_the_first(tmp_path: Path):
         safetensors.torch.save_file(
             {"weight": torch.full((2048, 4096), rank + 1.0)}, tmp_path / f"file{rank}.safetensors"
         )
-    for found, (_, changed) in on_ranks(2, loaded, tmp_path, False):
-        assert found == 1.0 and not changed
+    for read_value, (_, changed) in on_ranks(2, loaded, tmp_path, False):
+        assert read_value == 1.0 and not changed

@@ -48,20 +48,20 @@ def norms(rank: int) -> list[float]:
     """Of the gradients of both layers, whichever comes first."""
     layers = shared_and_own(2)
     gradients = [layer.weight.grad for layer in layers]
-    return [torch.nn.utils.get_total_norm(each, foreach=True).item() for each in (gradients, gradients[::-1])]
+    return [torch.nn.utils.get_total_norm(ordered, foreach=True).item() for ordered in (gradients, gradients[::-1])]
 
 
 def known_after_cycles(rank: int) -> list[tuple[int, int]]:
     """How many ranks and how many threads there are after torch.distributed was initialised again, and again."""
-    found, store = [], dist.distributed_c10d._get_default_store()
+    counts, store = [], dist.distributed_c10d._get_default_store()
     for cycle in range(3):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(str(cycle), store), rank=rank, world_size=2)
         zinf_fx.offload(nn.Linear(8, 8), placement="zero-3").weight.full_tensor()
         gc.collect()
         watchdogs = [thread for thread in threading.enumerate() if "watchdog" in thread.name]
-        found.append((len(Ranks._known), len(watchdogs)))
-    return found
+        counts.append((len(Ranks._known), len(watchdogs)))
+    return counts
 
 
 def test_nothing_is_kept_of_ranks_whose_group_was_destroyed():
@@ -70,5 +70,5 @@ def test_nothing_is_kept_of_ranks_whose_group_was_destroyed():
 
 @pytest.mark.slow
 def test_norms_are_over_the_ranks_of_each_model():
-    for rank, found in enumerate(on_ranks(4, norms)):
-        assert found == [pytest.approx(64 * math.sqrt(1 + (rank // 2) ** 2))] * 2
+    for rank, totals in enumerate(on_ranks(4, norms)):
+        assert totals == [pytest.approx(64 * math.sqrt(1 + (rank // 2) ** 2))] * 2

@@ -29,7 +29,7 @@ def difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -
 def as_plain(rank: int, cases: list[tuple[Any, bool, bool]], steps: int = 2) -> list[tuple[bool, float]]:
     """By case (placement, whether sequences are divided, whether compiled): whether losses equal those of PyTorch's
     tensor parallelism, and the largest difference of a parameter at the end."""
-    found = []
+    outcomes = []
     mesh = tp.mesh_of(1, 2)
     for placement, sequence, compiled in cases:
         plain = tp.parallel(tp.model(), mesh["tp"], sequence)
@@ -43,21 +43,21 @@ def as_plain(rank: int, cases: list[tuple[Any, bool, bool]], steps: int = 2) -> 
         assert all(a is b for a, b in zip(parameters, gpt.parameters(), strict=True))
         run = torch.compile(gpt, backend="zinf") if compiled else gpt
         losses = tp.train(run, optimizer, (0, 1), steps)
-        found.append((losses == expected, difference(tp.values(gpt), tp.values(plain))))
-    return found
+        outcomes.append((losses == expected, difference(tp.values(gpt), tp.values(plain))))
+    return outcomes
 
 
 def test_eager_code_on_two_ranks_trains_bitwise_as_plain_tensor_parallelism():
     """What is compiled does: see test_partitioned_activations.py."""
-    for found in on_ranks(2, as_plain, [("host", True, False)]):
-        assert found == [(True, 0.0)]
+    for outcomes in on_ranks(2, as_plain, [("host", True, False)]):
+        assert outcomes == [(True, 0.0)]
 
 
 @pytest.mark.slow
 def test_two_ranks_train_bitwise_as_plain_tensor_parallelism():
     cases = [("nvme", False, True), ("zero-2", True, True), ("infinity-cpu", False, False)]
-    for found in on_ranks(2, as_plain, cases):
-        assert found == [(True, 0.0)] * len(cases)
+    for outcomes in on_ranks(2, as_plain, cases):
+        assert outcomes == [(True, 0.0)] * len(cases)
 
 
 def as_alone(rank: int, presets: list[str], options: dict[str, Any], compiled: bool) -> list[float]:
@@ -65,15 +65,15 @@ def as_alone(rank: int, presets: list[str], options: dict[str, Any], compiled: b
     mesh = tp.mesh_of(2, 2)
     clip = options.get("clip")
     alone = tp.train_alone(4, 2, options.get("micro_batches", 1), clip)
-    found = []
+    apart = []
     for preset in presets:
         gpt = zinf_fx.offload(tp.parallel(tp.model(), mesh["tp"]), placement=preset)
         assert gpt.head.weight.to_local().base.config.process_group is mesh["dp"].get_group()
         run = torch.compile(gpt, backend="zinf") if compiled else gpt
         optimizer = zinf_fx.optim.AdamW(gpt.parameters(), **tp.STEPS)
         tp.train(run, optimizer, (mesh["dp"].get_local_rank(), 2), 4, no_sync=zinf_fx.no_sync, **options)
-        found.append(difference(tp.values(gpt), alone))
-    return found
+        apart.append(difference(tp.values(gpt), alone))
+    return apart
 
 
 @pytest.mark.slow
@@ -102,36 +102,36 @@ def checked_features(rank: int) -> dict[str, Any]:
         zinf_fx.offload(fully_shard(nn.Linear(4, 4), mesh=mesh["dp"]), placement="host")
     zinf_fx.offload(gpt, placement="infinity-cpu")
     weight, expected = gpt.layers[0].up.weight, plain.layers[0].up.weight
-    found: dict[str, Any] = {"tied": gpt.head.weight is gpt.tokens.weight}
-    found["values"] = difference(tp.values(gpt), tp.values(plain)) == 0.0
-    found["state dict"] = torch.equal(gpt.state_dict()["layers.0.up.weight"].full_tensor(), expected.full_tensor())
+    outcomes: dict[str, Any] = {"tied": gpt.head.weight is gpt.tokens.weight}
+    outcomes["values"] = difference(tp.values(gpt), tp.values(plain)) == 0.0
+    outcomes["state dict"] = torch.equal(gpt.state_dict()["layers.0.up.weight"].full_tensor(), expected.full_tensor())
     with zinf_fx.gathered(weight, modify=True) as value:
         value += 1
-    found["written"] = torch.equal(weight.full_tensor(), expected.full_tensor() + 1)
+    outcomes["written"] = torch.equal(weight.full_tensor(), expected.full_tensor() + 1)
     local = weight.to_local()
-    found["shard"] = len(local.to_local()) == sum(map(len, local.stored.shard.own)) < local.numel()
+    outcomes["shard"] = len(local.to_local()) == sum(map(len, local.stored.shard.own)) < local.numel()
     run = torch.compile(gpt, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(gpt.parameters(), **tp.STEPS)
     tp.train(run, optimizer, (mesh["dp"].get_local_rank(), 2), 1)
     ((of_ranks,),) = tp.batches(1, 2, 1)
     run(*of_ranks[mesh["dp"].get_local_rank()]).backward()
-    found["gradient"] = isinstance(weight.grad, DTensor) and weight.grad.placements == weight.placements
+    outcomes["gradient"] = isinstance(weight.grad, DTensor) and weight.grad.placements == weight.placements
     state = optimizer.state_dict()["state"]
     number = [p is weight for p in gpt.parameters()].index(True)
     moment = state[number]["exp_avg"]
-    found["state"] = isinstance(moment, DTensor) and moment.placements == weight.placements
+    outcomes["state"] = isinstance(moment, DTensor) and moment.placements == weight.placements
     again = zinf_fx.optim.AdamW(gpt.parameters(), **tp.STEPS)
     again.load_state_dict(optimizer.state_dict())
-    found["loaded"] = torch.equal(again.state[weight]["exp_avg"].full_tensor(), moment.full_tensor())
+    outcomes["loaded"] = torch.equal(again.state[weight]["exp_avg"].full_tensor(), moment.full_tensor())
     optimizer.zero_grad()
-    found["explained"] = "ZeRO stage 3" in zinf_fx.explain(gpt, *of_ranks[0], world_size=2)
-    return found
+    outcomes["explained"] = "ZeRO stage 3" in zinf_fx.explain(gpt, *of_ranks[0], world_size=2)
+    return outcomes
 
 
 @pytest.mark.slow
 def test_what_users_look_at():
-    for found in on_ranks(4, checked_features):
-        assert found == dict.fromkeys(found, True)
+    for outcomes in on_ranks(4, checked_features):
+        assert outcomes == dict.fromkeys(outcomes, True)
 
 
 def plain_fused(rank: int) -> bool:

@@ -66,7 +66,7 @@ def copies_train(mesh: DeviceMesh) -> bool:
             optimizer = zinf_fx.optim.SGD(module.parameters(), lr=0.1)
             run(torch.ones(2, 16)).backward()
         optimizer.step()
-    values = [each.up.full_tensor() for each in copies]
+    values = [copied.up.full_tensor() for copied in copies]
     stayed = torch.equal(model.up.full_tensor(), before) and not torch.equal(values[0], before)
     return stayed and all(torch.equal(value, values[0]) for value in values)
 
@@ -85,14 +85,14 @@ def parameters_freeze_and_thaw(mesh: DeviceMesh) -> bool:
     model = Net(mesh)
     model.up.requires_grad_(False)
     zinf_fx.offload(model, placement="host")
-    found = []
+    as_asked = []
     for up, down in ((True, False), (False, True), (True, True)):
         model.up.requires_grad_(up)
         model.down.requires_grad_(down)
         torch.compile(model, backend="zinf")(torch.ones(2, 16)).backward()
-        found.append((model.up.grad is not None, model.down.grad is not None) == (up, down))
+        as_asked.append((model.up.grad is not None, model.down.grad is not None) == (up, down))
         model.zero_grad()
-    return all(found)
+    return all(as_asked)
 
 
 def other_numbers_are_refused(mesh: DeviceMesh) -> bool:
@@ -174,5 +174,5 @@ IN_THE_GATE = (graphs_with_gradients_present, infinities_are_everyones, other_nu
 
 @pytest.mark.parametrize("checks", [IN_THE_GATE, slow(CHECKS)], ids=len)
 def test_what_models_of_tensor_parallelism_go_through(checks: Sequence[Callable[[DeviceMesh], bool]]):
-    for found in on_ranks(2, on_two, checks):
-        assert found == {check.__name__: True for check in checks}
+    for outcomes in on_ranks(2, on_two, checks):
+        assert outcomes == {check.__name__: True for check in checks}

@@ -67,7 +67,7 @@ def ended_by(call: Callable[[], object]) -> tuple[str, str, float]:
 
 def one_is_late(rank: int, folder: str, kinds: list[str]) -> dict[str, tuple[str, str, float]]:
     """How the first rank's wait for the other one ends, which comes when that has ended."""
-    found = {}
+    waits = {}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for kind in kinds:
         for how, timeout in (("late", TIMEOUT), ("interrupted", 60.0)):
@@ -81,18 +81,18 @@ def one_is_late(rank: int, folder: str, kinds: list[str]) -> dict[str, tuple[str
                 continue
             if how == "interrupted":
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            found[gone] = ended_by(lambda kind=kind, ranks=ranks: KINDS[kind](ranks))
+            waits[gone] = ended_by(lambda kind=kind, ranks=ranks: KINDS[kind](ranks))
             mark.touch()
-    return found
+    return waits
 
 
 def check_late(kinds: list[str], folder: Path) -> None:
-    found, _ = on_ranks(2, one_is_late, str(folder), kinds)
+    waits, _ = on_ranks(2, one_is_late, str(folder), kinds)
     for kind in kinds:
-        name, text, seconds = found[f"{kind}, late"]
+        name, text, seconds = waits[f"{kind}, late"]
         assert name == "RanksError" and "collective_timeout (0.3 s)" in text, (kind, name, text)
         assert TIMEOUT <= seconds < TIMEOUT + AT_ONCE, (kind, seconds)
-        name, text, seconds = found[f"{kind}, interrupted"]
+        name, text, seconds = waits[f"{kind}, interrupted"]
         assert name == "KeyboardInterrupt" and seconds < 0.2 + AT_ONCE, (kind, name, text, seconds)
 
 
@@ -217,8 +217,8 @@ def one_is_killed(rank: int, folder: str, call: str) -> tuple[str, str, float]:
 
 
 def check_named(size: int, call: str, folder: Path) -> None:
-    found = on_ranks(size, one_is_killed, str(folder), call, killed=[size - 1])
-    for rank, (name, text, seconds) in enumerate(found[:-1]):
+    waits = on_ranks(size, one_is_killed, str(folder), call, killed=[size - 1])
+    for rank, (name, text, seconds) in enumerate(waits[:-1]):
         assert name == "RanksError" and seconds < SOON, (call, rank, name, text, seconds)
         # One that has been told ends, too, and the next may see that first.
         assert f"rank {size - 1} ended" in text or (size > 2 and f", {size - 1} ended" in text), (call, rank, text)

@@ -121,17 +121,17 @@ class Loop:
         """Return this rank's losses and, where gradients are clipped, their norms."""
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100, enabled=self.scaled)
         warmup = [LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))] if self.schedule else []
-        found, scales = [], []
+        values, scales = [], []
         for step, micro in enumerate(batches(self.steps, this_rank(), self.micro_batches)):
             overflows = self.scaled and step == 1 and this_rank() == world_size() - 1
             for number, (tokens, targets) in enumerate(micro, start=1):
                 with nullcontext() if number == len(micro) else without_sync():
                     loss = run(tokens, targets) / len(micro)
                     scaler.scale(loss * torch.inf if overflows else loss).backward()
-                found.append(loss.item())
+                values.append(loss.item())
             scaler.unscale_(optimizer)
             if self.clip is not None:
-                found.append(float(torch.nn.utils.clip_grad_norm_(list(run.parameters()), self.clip)))
+                values.append(float(torch.nn.utils.clip_grad_norm_(list(run.parameters()), self.clip)))
             scaler.step(optimizer)
             scaler.update()
             for schedule in warmup:
@@ -139,7 +139,7 @@ class Loop:
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
         assert scales == ([256.0] + [128.0] * (self.steps - 1) if self.scaled else [1.0] * self.steps)
-        return found
+        return values
 
 
 def train_plain(loop: Loop, build: Callable[..., nn.Module] = model) -> Trained:
@@ -193,15 +193,15 @@ def differences(
     """For each placement, return the largest difference to plain PyTorch, in losses and in parameters at the end."""
     losses, parameters = reference(loop, build)
     assert loop.steps == 1 or losses[0] != losses[-1]
-    found = []
+    results = []
     for placement in placements:
         mine, trained = train_zinf(placement, loop, build, **options)
         assert trained.keys() == parameters.keys()  # of which a tied weight is one
         apart = [abs(a - b) for a, b in zip(mine, losses, strict=True)]
         apart += [(trained[name] - p).abs().max().item() for name, p in parameters.items()]
         assert not any(map(math.isnan, apart))
-        found.append(max(apart))
-    return found
+        results.append(max(apart))
+    return results
 
 
 def bytes_sent(model: nn.Module) -> tuple[int, int]:
@@ -216,4 +216,4 @@ def bytes_sent(model: nn.Module) -> tuple[int, int]:
             optimizer.step()
             optimizer.zero_grad()
     (plan,) = plans
-    return counts[2] - counts[1], sum(each.total for each in communication(plan))
+    return counts[2] - counts[1], sum(collective.total for collective in communication(plan))
