@@ -55,13 +55,13 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     setters = torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp
     setters = (*setters, torch.backends.cuda.enable_cudnn_sdp)
-    for each in setters:
-        each(False)
+    for setter in setters:
+        setter(False)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    for each, flag in zip(setters, flags, strict=True):
-        each(flag)
+    for setter, flag in zip(setters, flags, strict=True):
+        setter(flag)
     EXECUTOR.reset()
     torch._dynamo.reset()
 

@@ -116,8 +116,8 @@ def test_a_child_that_drops_its_parents_model_leaves_it_alone(tmp_path: Path) ->
     (scratch,) = tmp_path.iterdir()
     assert _in_child(training.drop) == ""
     assert [scratch] == list(tmp_path.iterdir())
-    for one, other in zip(training.values(), twin.values(), strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(training.values(), twin.values(), strict=True):
+        assert torch.equal(value, other)
 
 
 def test_a_child_that_drops_its_parents_gradients_gives_no_memory_back(tmp_path: Path) -> None:

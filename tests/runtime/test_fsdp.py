@@ -27,11 +27,11 @@ def train(rank: int, ranks: int, everything: bool, use_orig_params: bool, ignore
     zinf_fx.offload(model if everything else model[1], placement="nvme")
     options = {"ignored_modules": [model[1]]} if ignored else {}
     run = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), **options)
-    stored = [one for one in run.parameters() if isinstance(one, zinf_fx.StoredTensor)]
-    others = [one for one in run.parameters() if not isinstance(one, zinf_fx.StoredTensor)]
+    stored = [parameter for parameter in run.parameters() if isinstance(parameter, zinf_fx.StoredTensor)]
+    others = [parameter for parameter in run.parameters() if not isinstance(parameter, zinf_fx.StoredTensor)]
     beside = 0 if everything else sum(p.numel() for layer in (plain[0], plain[2]) for p in layer.parameters())
     assert len(stored) == (8 if everything else 4)
-    assert ranks > 1 or sum(one.numel() for one in others) == beside
+    assert ranks > 1 or sum(parameter.numel() for parameter in others) == beside
     optimizers = [zinf_fx.optim.SGD(stored, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)]
     optimizers += [torch.optim.SGD(others, lr=0.1)] if others else []
     batches = torch.randn(ranks, 4, 8)

@@ -112,7 +112,7 @@ def test_a_parameter_that_is_laid_out_anew_is_named_once(tmp_path, value: torch.
         warnings.simplefilter("always")
         zinf_fx.offload(model, store=tmp_path, placement="nvme")
         zinf_fx.offload(model)
-    assert [re.search(r"2 parameter\(s\), such as 'second'", str(one.message)) is not None for one in seen] == (
+    assert [re.search(r"2 parameter\(s\), such as 'second'", str(warning.message)) is not None for warning in seen] == (
         [True] if differs else []
     )
     assert model["second"].is_contiguous() and model["second"].equal(value)
@@ -202,9 +202,9 @@ def test_a_store_that_fails_leaves_the_model_as_it_was(tmp_path, fault: Callable
             zinf_fx.offload(model, store=tmp_path, **fields)
         assert raised.value.operation in ("write", "allocate") and "optimizer" not in str(raised.value)
     assert all(type(p) is nn.Parameter and p is q for p, q in zip(model.parameters(), objects, strict=True))
-    for each in (plain, model):
-        each(TOKENS).backward()
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    for net in (plain, model):
+        net(TOKENS).backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
     check_equal(plain, model)
     del raised
     collect()
@@ -257,7 +257,7 @@ def test_a_disk_slower_than_the_model_waits_for_room_in_memory(tmp_path):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_plain_optimizer_made_before_steps_what_is_stored(tmp_path, kind: type[torch.optim.Optimizer]):
     plain, model = trained(), trained()
-    optimizers = [kind(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [kind(net.parameters(), lr=0.1) for net in (plain, model)]
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
     for optimizer in optimizers:
         optimizer.step()
@@ -307,8 +307,8 @@ class Applied(nn.Module):
 
 
 def shared_submodule() -> nn.Module:
-    one = nn.Linear(4, 4)
-    return nn.Sequential(one, nn.ReLU(), one)
+    linear = nn.Linear(4, 4)
+    return nn.Sequential(linear, nn.ReLU(), linear)
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
@@ -415,7 +415,7 @@ MEMORY = {
 
 @pytest.mark.parametrize(
     ("use", "placement", "peak", "left"),
-    [each if name == "construction" else slow(*each) for name, each in MEMORY.items()],
+    [case if name == "construction" else slow(*case) for name, case in MEMORY.items()],
     ids=MEMORY,
 )
 def test_a_model_is_in_memory_once_at_most(

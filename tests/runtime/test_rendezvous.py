@@ -17,13 +17,13 @@ from zinf_fx.runtime.watchdog import Process
 
 def attempt(store: dist.Store, size: int, order: Sequence[int] | None = None, timeout: float = 20.0) -> list[object]:
     """What each of so many ranks, which are threads here, finds or raises; they begin in this order."""
-    found: list[object] = [None] * size
+    results: list[object] = [None] * size
 
     def begin(rank: int) -> None:
         try:
-            found[rank] = agree_on_name(store, rank, size, timeout)
+            results[rank] = agree_on_name(store, rank, size, timeout)
         except RanksError as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=begin, args=[rank]) for rank in order or range(size)]
     for thread in threads:
@@ -31,7 +31,7 @@ def attempt(store: dist.Store, size: int, order: Sequence[int] | None = None, ti
         thread.join(0.02)  # one is ahead of the next
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 4, 1, 2), (1, 3), (4, 4)])
@@ -40,9 +40,9 @@ def test_each_attempt_has_a_name_of_its_own(sizes: tuple[int, ...], first: str):
     store, names = dist.HashStore(), []
     for size in sizes:
         order = list(range(size)) if first == "first" else list(range(size))[::-1]
-        found = attempt(store, size, order)
-        name, processes = found[0]
-        assert all(one == (name, processes) for one in found) and len(processes) == size
+        results = attempt(store, size, order)
+        name, processes = results[0]
+        assert all(result == (name, processes) for result in results) and len(processes) == size
         assert set(processes) == {Process.of(os.getpid())}
         names.append(name)
     assert len(set(names)) == len(names)
@@ -54,10 +54,10 @@ def test_what_others_left_is_taken_for_nobody():
     store.set("hello/1", dead)
     store.set("welcome", json.dumps(["old", [dead, dead]]))
     store.add("old/came", 2)
-    (error,) = [found for found in attempt(store, 2, [0], timeout=0.2) if found is not None]
+    (error,) = [result for result in attempt(store, 2, [0], timeout=0.2) if result is not None]
     assert isinstance(error, RanksError) and "rank(s) 1 did not come within collective_timeout (0.2 s)" in str(error)
-    found = attempt(store, 2)
-    assert found[0] == found[1] and found[0][0] != "old" and set(found[0][1]) == {Process.of(os.getpid())}
+    results = attempt(store, 2)
+    assert results[0] == results[1] and results[0][0] != "old" and set(results[0][1]) == {Process.of(os.getpid())}
 
 
 class Counting:

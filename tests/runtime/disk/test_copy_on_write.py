@@ -56,13 +56,13 @@ class Written:
         assert self.read() == self.expected
         assert self.in_store.checksum(0, len(self.expected)) == crc32c(bytes(self.expected))
         for keeper, expected in self.kept.items():
-            found = bytearray(len(expected))
+            read_back = bytearray(len(expected))
             for run, crc in self.in_store.places(keeper, 0, len(expected)):
                 with self.store.volumes[run.volume].path.open("rb") as file:
                     content = os.pread(file.fileno(), run.nbytes, run.offset)
-                found[run.start : run.start + run.nbytes] = content
+                read_back[run.start : run.start + run.nbytes] = content
                 assert crc == crc32c(content)
-            assert found == expected
+            assert read_back == expected
 
 
 @pytest.mark.parametrize("several", [slow(1), 2])
@@ -76,78 +76,78 @@ def test_whatever_is_written_frozen_and_released(tmp_path: Path, seed: int, seve
     with Store(folders, weights=[1.0] * several) as store:
         all_written = [Written(store, PAGES, seed), Written(store, 2100, seed)]
         for number in range(40):
-            for one in all_written:
-                pages = len(one.expected) // PAGE
-                keepers = list(one.kept)
+            for written in all_written:
+                pages = len(written.expected) // PAGE
+                keepers = list(written.kept)
                 action = choose.random()
                 if action < 0.5:
                     first = choose.randrange(pages)
-                    one.write(first, choose.randint(1, pages - first))
+                    written.write(first, choose.randint(1, pages - first))
                 elif action < 0.6:
-                    one.write(0, pages)
+                    written.write(0, pages)
                 elif action < 0.75 and len(keepers) < 3:
-                    one.freeze(number, reserve=choose.random() < 0.6)
+                    written.freeze(number, reserve=choose.random() < 0.6)
                 elif action < 0.85 and keepers:
-                    one.freeze(number, (keepers[0],))
+                    written.freeze(number, (keepers[0],))
                     if choose.random() < 0.8:
-                        one.release(keepers[0])
-                    one.in_store.settle()
+                        written.release(keepers[0])
+                    written.in_store.settle()
                 elif action < 0.9:
-                    one.freeze(number)
-                    one.release(number)
-                    one.in_store.settle()
+                    written.freeze(number)
+                    written.release(number)
+                    written.in_store.settle()
                 elif keepers:
-                    one.release(choose.choice(keepers))
-                one.check()
-        for one in all_written:
-            keepers = list(one.kept)
+                    written.release(choose.choice(keepers))
+                written.check()
+        for written in all_written:
+            keepers = list(written.kept)
             choose.shuffle(keepers)
             for keeper in keepers[1:]:
-                one.release(keeper)
-            one.in_store.free()
+                written.release(keeper)
+            written.in_store.free()
             for keeper in keepers[:1]:
-                one.release(keeper)
+                written.release(keeper)
         assert store.in_use == 0
 
 
 def test_what_is_rewritten_takes_twice_the_space_and_no_more(tmp_path: Path):
     """Each generation replaces the one before, as checkpoints in one directory do."""
     with Store(tmp_path) as store:
-        one = Written(store)
+        written = Written(store)
         for number in range(5):
-            one.freeze(number, (number - 1,))
+            written.freeze(number, (number - 1,))
             if number:
-                one.release(number - 1)
-            one.in_store.settle()
+                written.release(number - 1)
+            written.in_store.settle()
             for first in range(0, PAGES, 4):  # window by window
-                one.write(first, 4)
-                assert one.read(first, 4) == one.expected[first * PAGE : (first + 4) * PAGE]
-            one.check()
+                written.write(first, 4)
+                assert written.read(first, 4) == written.expected[first * PAGE : (first + 4) * PAGE]
+            written.check()
             assert store.in_use == 2 * PAGES * PAGE
-            assert len(one.in_store._live) == 1
+            assert len(written.in_store._live) == 1
         assert store.volumes[0].size <= 4 << 20
 
 
 def test_what_is_not_to_be_rewritten_reserves_nothing(tmp_path: Path):
     with Store(tmp_path) as store:
-        one = Written(store)
+        written = Written(store)
         for number in range(3):
-            one.freeze(number, reserve=False)
+            written.freeze(number, reserve=False)
         assert store.in_use == PAGES * PAGE
-        one.write(3, 2)
-        one.check()
+        written.write(3, 2)
+        written.check()
         assert store.in_use == 2 * PAGES * PAGE
         for number in range(3):
-            one.release(number)
+            written.release(number)
         assert store.in_use == PAGES * PAGE
-        one.check()
+        written.check()
 
 
 def test_without_room_nothing_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with Store(tmp_path) as store:
-        one = Written(store)
-        one.freeze("first")
-        one.write(0, 5)
+        written = Written(store)
+        written.freeze("first")
+        written.write(0, 5)
         before = store.in_use
 
         def full(nbytes: int) -> None:
@@ -155,18 +155,18 @@ def test_without_room_nothing_is_frozen(tmp_path: Path, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(store, "allocate", full)
         with pytest.raises(StoreError, match="no space"):
-            one.freeze("second")
+            written.freeze("second")
         assert store.in_use == before
-        one.write(5, PAGES - 5)  # what was reserved is there
-        one.check()
+        written.write(5, PAGES - 5)  # what was reserved is there
+        written.check()
 
 
 def test_freed_bytes_stay_while_somebody_keeps_them(tmp_path: Path):
     with Store(tmp_path) as store:
-        one = Written(store)
-        one.freeze("first")
-        one.write(2, 3)
-        one.in_store.free()
+        written = Written(store)
+        written.freeze("first")
+        written.write(2, 3)
+        written.in_store.free()
         assert store.in_use == PAGES * PAGE
-        one.in_store.release("first")
+        written.in_store.release("first")
         assert store.in_use == 0

@@ -188,8 +188,8 @@ def test_fork_while_transfers_are_under_way(store: Store):
     inject(store, Fault("completion", count=30, delay=0.01))
     for transfer, memory in ((store.write, data), (store.read, back)):
         tickets = []
-        for extent, one in zip(extents, memory, strict=True):
-            tickets.append(transfer(extent, one.data_ptr(), 0, NBYTES))
+        for extent, buffer in zip(extents, memory, strict=True):
+            tickets.append(transfer(extent, buffer.data_ptr(), 0, NBYTES))
             child = os.fork()
             if child == 0:
                 try:

@@ -97,9 +97,9 @@ def test_two_swapped_extents(store: Store):
     first, second = store.allocate(NBYTES), store.allocate(NBYTES)
     write(store, first, filled(NBYTES, 1))
     write(store, second, filled(NBYTES, 2))
-    one, two = (on_disk(store, extent.offset, extent.capacity) for extent in (first, second))
-    tamper(store, first.offset, two)
-    tamper(store, second.offset, one)
+    first_bytes, second_bytes = (on_disk(store, extent.offset, extent.capacity) for extent in (first, second))
+    tamper(store, first.offset, second_bytes)
+    tamper(store, second.offset, first_bytes)
     assert_bad_page(store, first, 0)
     assert_bad_page(store, second, 0)
 

@@ -21,12 +21,12 @@ def test_a_name_that_can_not_be_looked_at_for_a_moment_is_not_gone(
     look = links._is
     fd = os.open(data, os.O_RDWR)
     try:
-        found = links.Links()
-        found.add(link, fd, [range(4096)])
-        monkeypatch.setattr(links, "_is", lambda *one: next(looks, None) is None and look(*one))
-        assert found.gone(fd) == set()
-        assert found.gone(fd) == set() and found.are_all(fd)
+        known = links.Links()
+        known.add(link, fd, [range(4096)])
+        monkeypatch.setattr(links, "_is", lambda *arguments: next(looks, None) is None and look(*arguments))
+        assert known.gone(fd) == set()
+        assert known.gone(fd) == set() and known.are_all(fd)
         link.unlink()
-        assert found.gone(fd) == {link}
+        assert known.gone(fd) == {link}
     finally:
         os.close(fd)

@@ -120,9 +120,9 @@ def test_profiles_that_are_stored_at_the_same_time_are_all_there(tmp_path: Path,
     read = measure._profiles
 
     def slowly() -> dict[str, dict]:
-        found = read()
+        profiles = read()
         time.sleep(0.02)
-        return found
+        return profiles
 
     monkeypatch.setattr(measure, "file_system_of", lambda directory: SimpleNamespace(key=directory))
     monkeypatch.setattr(measure, "_profiles", slowly)
@@ -148,8 +148,8 @@ def test_weights_are_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = file_system_of(tmp_path)
-    assert 0 < found.free <= found.total and found.kind != "unknown"
+    file_system = file_system_of(tmp_path)
+    assert 0 < file_system.free <= file_system.total and file_system.kind != "unknown"
     assert file_system_of("/proc").kind == "proc"
     below = tmp_path / "below"
     below.mkdir()
@@ -161,8 +161,8 @@ def test_file_systems_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyP
     line = f"1 2 {device >> 8}:{device & 255} / {str(tmp_path).replace('t', chr(92) + '164')} rw - nfs4 server:/x rw\n"
     mounts.write_text("0 1 0:1 / / rw - ext4 /dev/sda rw\n" + line)
     monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", mounts)
-    found = file_system_of(tmp_path)
-    assert (found.kind, found.source) == ("nfs4", "server:/x") and found.over_network
+    file_system = file_system_of(tmp_path)
+    assert (file_system.kind, file_system.source) == ("nfs4", "server:/x") and file_system.over_network
     monkeypatch.setattr("zinf_fx.runtime.disk.filesystem.MOUNTS", tmp_path / "absent")
     assert file_system_of(tmp_path).kind == "unknown"
 

@@ -36,10 +36,10 @@ def test_runs_cover_every_byte_once_where_it_lies(units: list[tuple[int, int]], 
     start = data.draw(st.integers(0, len(places) * unit - 1))
     nbytes = data.draw(st.integers(1, len(places) * unit - start))
     where = [(places[i // unit].volume, places[i // unit].offset + i % unit) for i in range(start, start + nbytes)]
-    found = runs(places, unit, start, nbytes)
-    assert [(r.volume, r.offset + i) for r in found for i in range(r.nbytes)] == where
-    assert [r.start + i for r in found for i in range(r.nbytes)] == list(range(start, start + nbytes))
-    for a, b in pairwise(found):
+    parts = runs(places, unit, start, nbytes)
+    assert [(r.volume, r.offset + i) for r in parts for i in range(r.nbytes)] == where
+    assert [r.start + i for r in parts for i in range(r.nbytes)] == list(range(start, start + nbytes))
+    for a, b in pairwise(parts):
         assert (a.volume, a.offset + a.nbytes) != (b.volume, b.offset)
 
 
@@ -54,10 +54,10 @@ def test_turns_follow_the_weights(weights: tuple[int, ...]):
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    found = tmp_path / "a", tmp_path / "b"
-    for directory in found:
+    directories = tmp_path / "a", tmp_path / "b"
+    for directory in directories:
         directory.mkdir()
-    return found
+    return directories
 
 
 def filled(nbytes: int, seed: int = 0) -> torch.Tensor:

@@ -29,7 +29,7 @@ Function = Callable[..., Sequence[Tensor]]
 def captured(function: Function, *inputs: Tensor) -> fx.GraphModule:
     """The function as a region's module is."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    module = make_fx(function)(*(mode.from_tensor(one, static_shapes=True) for one in inputs))
+    module = make_fx(function)(*(mode.from_tensor(tensor, static_shapes=True) for tensor in inputs))
     output = module.graph.output_node()
     output.meta["val"] = tuple(node.meta["val"] for node in output.args[0])
     return module
@@ -54,9 +54,9 @@ def test_results_lie_as_captured_and_share_no_memory() -> None:
         results = region(inputs)
         assert not inputs and region.is_compiled
         assert len(places([x, *results])) == 7
-        for one, expected in zip(results, compute(x, empty), strict=True):
-            torch.testing.assert_close(one, expected)
-            assert one.stride() == expected.stride()
+        for result, expected in zip(results, compute(x, empty), strict=True):
+            torch.testing.assert_close(result, expected)
+            assert result.stride() == expected.stride()
 
 
 def test_equal_regions_share_what_is_compiled_and_files_keep_it() -> None:
@@ -105,7 +105,7 @@ def test_a_result_in_another_shape_is_viewed_in_the_one_captured(
         for _ in range(2):
             results, expected = region([x]), compute(x)
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-            assert [one.stride() for one in results] == [one.stride() for one in expected]
+            assert [result.stride() for result in results] == [result.stride() for result in expected]
             assert len(places([x, *results])) == 4
     assert region.is_compiled and not caplog.records
 

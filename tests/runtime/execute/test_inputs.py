@@ -32,12 +32,14 @@ def test_code_that_outlives_a_model_holds_none_of_its_bytes(stored: Callable[[],
         for _ in range(2):
             run(model, x).backward()
         storages = [parameter.stored for parameter in model.parameters()]
-        gone = [weakref.ref(one) for one in storages] + [weakref.ref(one.bytes.on_device) for one in storages]
+        gone = [weakref.ref(storage) for storage in storages] + [
+            weakref.ref(storage.bytes.on_device) for storage in storages
+        ]
         expected = torch.nn.functional.linear(x, *(p.full_tensor() for p in model.parameters())).square().mean()
         assert torch.equal(run(model, x), expected)
         del model, storages
         gc.collect()
-        assert not any(one() is not None for one in gone)
+        assert not any(reference() is not None for reference in gone)
 
 
 def test_models_that_take_turns_compute_from_their_own_values(stored: Callable[[], torch.nn.Module]) -> None:
@@ -51,9 +53,9 @@ def test_models_that_take_turns_compute_from_their_own_values(stored: Callable[[
             assert torch.equal(loss, applied(twin, x))
             loss.backward()
             applied(twin, x).backward()
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(one.grad, other.grad)
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(parameter.grad, other.grad)
                 with torch.no_grad():
-                    one.sub_(one.grad)
+                    parameter.sub_(parameter.grad)
                     other.sub_(other.grad)
-                one.grad = other.grad = None
+                parameter.grad = other.grad = None

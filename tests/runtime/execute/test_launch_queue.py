@@ -110,9 +110,9 @@ _NOT_OF_GRAPHS = ("aten.sum.default", "aten.ones_like.default", "aten.copy_.defa
 def test_each_kernel_of_the_plan_is_launched_once_in_order(trained: Callable[..., Training], placement: str) -> None:
     training = trained(placement)
     launches = training.step()
-    assert [one.name for one in launches] == [one.name for one in training.step()]
+    assert [launch.name for launch in launches] == [launch.name for launch in training.step()]
     planned = sum(operator.kernels for graph in training.plan.graphs for operator in graph.operators)
-    assert len([one for one in launches if one.name not in _NOT_OF_GRAPHS]) == planned == 3 * LAYERS - 1
+    assert len([launch for launch in launches if launch.name not in _NOT_OF_GRAPHS]) == planned == 3 * LAYERS - 1
     for before, after in pairwise(launches):
         assert before.end <= after.start and after.launched <= after.start
 
@@ -128,15 +128,15 @@ def test_copies_and_kernels_that_share_memory_take_turns(trained: Callable[..., 
     # Backward needs all but the first layer, and forward leaves it the last one.
     uploads = 2 * LAYERS - 2 if placement in ("infinity-cpu", "nvme", "infinity-nvme") else 0
     downloads = LAYERS if placement != "device" else 0
-    assert Counter(one.name for one in copies) == Counter(upload=uploads, download=downloads)
+    assert Counter(copy.name for copy in copies) == Counter(upload=uploads, download=downloads)
     for copy in copies:
         for kernel in kernels:
             if share_memory(copy, kernel):
                 assert copy.end <= kernel.start if copy.launched < kernel.launched else kernel.end <= copy.start
 
 
-def share_memory(one: Launch, other: Launch) -> bool:
-    return any(a < d and c < b for a, b in one.places for c, d in other.places)
+def share_memory(launch: Launch, other: Launch) -> bool:
+    return any(a < d and c < b for a, b in launch.places for c, d in other.places)
 
 
 @pytest.mark.parametrize("placement", [slow("nvme"), "infinity-nvme"])
@@ -178,7 +178,9 @@ def test_gradients_that_leave_hold_up_compute_only_where_they_are_many(
     launches = training.step()
     downloads = [copy for copy in training.queue.copies[first:] if copy.name == "download"]
     after = [kernel for kernel in launches if kernel.launched > downloads[0].launched]
-    leaving = [sum(copy.launched < one.launched and copy.end > one.start for copy in downloads) for one in after]
+    leaving = [
+        sum(copy.launched < kernel.launched and copy.end > kernel.start for copy in downloads) for kernel in after
+    ]
     is_bounded = limit == 0 and not budgets
     assert max(leaving) == (2 if is_bounded else LAYERS - 3)
     assert any(kernel.ready - kernel.free > 1 for kernel in after) == is_bounded

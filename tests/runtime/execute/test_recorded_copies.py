@@ -31,9 +31,13 @@ def test_writes_that_wait_for_a_copy_are_of_what_was_copied(tmp_path: Path, monk
     step()
     with zinf_fx.record(compiled) as recording:
         step()
-    (found,) = recording.steps
-    written = Counter(one.name for one in found.slices if one.lane == "offload")
+    (recorded,) = recording.steps
+    written = Counter(span.name for span in recorded.slices if span.lane == "offload")
     (plan,) = recording.plans
     assert len(plan.tiles) == 3 and written == Counter(f"write {tile.label}" for tile in plan.tiles)
-    assert {one.name for one in found.slices if one.lane == "optimizer"} == {"read_states", "update", "write_states"}
+    assert {span.name for span in recorded.slices if span.lane == "optimizer"} == {
+        "read_states",
+        "update",
+        "write_states",
+    }
     EXECUTOR.reset()

@@ -47,8 +47,8 @@ def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles
         addresses = set()
         for _ in range(3):
             batch = x()
-            for one in (plain, call):
-                one(batch).backward()
+            for net in (plain, call):
+                net(batch).backward()
             for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None), name
                 if p.grad is not None:
@@ -61,8 +61,8 @@ def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles
         together = blocks(sum(round_up(p.grad.nbytes, 64) for p in leaves))  # compiled code leaves them so
         assert tiers.host.in_use == used + (together if compiles else PAGE * len(leaves)) * in_arena
         held = leaves[0].grad.data[1:]
-        for one in (plain, model):
-            one.zero_grad()
+        for net in (plain, model):
+            net.zero_grad()
         # As long as anybody has a part.
         assert tiers.host.in_use == used + (together if compiles else PAGE) * in_arena
         del held
@@ -71,12 +71,12 @@ def test_they_are_ordinary_and_are_added_to_in_place(models, placement, compiles
 
 def test_what_the_user_gives_is_taken(models):
     plain, model = models
-    for one in (plain, model):
-        for parameter in one.layers.parameters():
+    for net in (plain, model):
+        for parameter in net.layers.parameters():
             parameter.grad = torch.ones(parameter.shape[::-1]).t()
         batch = torch.ones(3, 32)
-        one(batch).backward()
-        one(batch).backward()
+        net(batch).backward()
+        net(batch).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad is None or torch.equal(p.grad, q.grad)
 
@@ -99,19 +99,19 @@ def test_what_stores_states_stores_gradients(tmp_path):
 @pytest.mark.parametrize("compiles", [False, True])
 def test_training_clips_and_scales_as_plain_pytorch(models, compiles: bool):
     sides = []
-    for one, kind, options in zip(reversed(models), (AdamW, torch.optim.AdamW), ({}, {"fused": True}), strict=True):
-        call = torch.compile(one, backend="zinf") if compiles and kind is AdamW else one
-        sides.append((one, call, kind(one.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=8.0)))
+    for net, kind, options in zip(reversed(models), (AdamW, torch.optim.AdamW), ({}, {"fused": True}), strict=True):
+        call = torch.compile(net, backend="zinf") if compiles and kind is AdamW else net
+        sides.append((net, call, kind(net.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=8.0)))
     for _ in range(4):
         batch = x()
-        for one, call, optimizer, scaler in sides:
+        for net, call, optimizer, scaler in sides:
             scaler.scale(call(batch)).backward()
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        for p, q in zip(*(one.parameters() for one in models), strict=True):
+        for p, q in zip(*(net.parameters() for net in models), strict=True):
             assert torch.equal(p, q)
 
 
@@ -134,8 +134,8 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
     batch, tangent = torch.randn(3, 4), torch.randn(3, 4)
     compiled = torch.compile(model, backend="zinf")
     for _ in range(2):
-        for one in (plain, compiled):
-            one(batch).backward(tangent)
+        for net in (plain, compiled):
+            net(batch).backward(tangent)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
         storages = [p.grad.untyped_storage() for p in model.parameters()]

@@ -40,15 +40,15 @@ def batch(number: int) -> Tensor:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
     """The windows that are opened early."""
-    read, found = StoredBytes.prefetch, []
+    read, windows = StoredBytes.prefetch, []
 
     def noted(self: StoredBytes, start: int, count: int, offset: int | None = None) -> Window | None:
         window = read(self, start, count, offset)
-        found.extend([] if window is None else [window])
+        windows.extend([] if window is None else [window])
         return window
 
     monkeypatch.setattr(StoredBytes, "prefetch", noted)
-    return found
+    return windows
 
 
 KINDS = {
@@ -79,14 +79,14 @@ def test_sums_are_those_of_plain_pytorch(
     compiled = torch.compile(model, backend="zinf")
     for step in range(2):
         for number in range(3):
-            for one in (plain, compiled):
-                one(batch(number)).square().mean().backward()
+            for net in (plain, compiled):
+                net(batch(number)).square().mean().backward()
             assert tied or bool(ahead) == (number > 0), "of one use, there is nothing to add to at first"
         assert ahead and all(window.state is WindowState.STORED for window in ahead), "each was what it is for"
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
             rounding = 1e-5 if kind == "rows" else 0.0  # of kernels for other shapes
-            assert torch.allclose(one.grad.full_tensor(), other.grad, rounding, rounding * 1e-2), step
-            one.grad = other.grad = None
+            assert torch.allclose(parameter.grad.full_tensor(), other.grad, rounding, rounding * 1e-2), step
+            parameter.grad = other.grad = None
         ahead.clear()
 
 
@@ -116,10 +116,10 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     other.wait().fill_(7.0)
     other.store()
     values[3:8] = 7.0
-    found = held.device_window(0, held.count)
-    assert found is window and torch.equal(found.wait(), values)
-    found.wait().mul_(2.0)
-    found.store()
+    current = held.device_window(0, held.count)
+    assert current is window and torch.equal(current.wait(), values)
+    current.wait().mul_(2.0)
+    current.store()
     assert torch.equal(held.copied(0, held.count), values * 2)
 
 

@@ -28,10 +28,10 @@ def test_a_place_is_given_where_it_is_free() -> None:
     arena.reserve(8 * MIB)
     start = arena._region.start
     assert start >= 3 * MIB and start % HUGE_PAGE == 0
-    one = arena.allocate_in(range(PAGE, PAGE + 5000), 5000 - PAGE)
-    assert offset(arena, one) == start + PAGE and one.capacity == PAGE
+    buffer = arena.allocate_in(range(PAGE, PAGE + 5000), 5000 - PAGE)
+    assert offset(arena, buffer) == start + PAGE and buffer.capacity == PAGE
     assert arena.allocate_in(range(PAGE, 2 * PAGE), PAGE) is None
-    one.release()
+    buffer.release()
     assert offset(arena, arena.allocate_in(range(PAGE, 2 * PAGE), PAGE)) == start + PAGE
     assert arena.allocate_in(range(8 * MIB - PAGE, 8 * MIB + PAGE), 2 * PAGE) is None  # beyond the region
     assert arena.allocate_in(range(8 * MIB - PAGE, 8 * MIB + PAGE), PAGE) is not None
@@ -125,14 +125,14 @@ def test_places_and_leases_never_share_a_byte() -> None:
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Tiers:
-    found = Tiers(Config(store=tmp_path, host_memory="4MiB"))
-    found.plan(MemoryRegions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE), 2 * MIB)
-    return found
+    made = Tiers(Config(store=tmp_path, host_memory="4MiB"))
+    made.plan(MemoryRegions(host=2 * MIB, chunks=MIB, chunk_elements=PAGE), 2 * MIB)
+    return made
 
 
 def test_a_taken_place_is_counted_and_another_found(tiers: Tiers) -> None:
-    one, other = tiers.allocate(PAGE, offset=MIB), tiers.allocate(PAGE, offset=MIB)
-    assert one.address != other.address
+    buffer, other = tiers.allocate(PAGE, offset=MIB), tiers.allocate(PAGE, offset=MIB)
+    assert buffer.address != other.address
     assert (tiers.counters.placed, tiers.counters.displaced) == (1, 1)
 
 

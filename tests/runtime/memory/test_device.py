@@ -167,8 +167,8 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
     with torch.no_grad():
         for parameter in doubled.parameters():
             parameter.mul_(2)
-        for each in (model, doubled):
-            each.head.weight[1:3].add_(each.head.weight[0]).mul_(0.5)
+        for net in (model, doubled):
+            net.head.weight[1:3].add_(net.head.weight[0]).mul_(0.5)
     assert_equal(model, doubled)
     model.load_state_dict(plain.state_dict())
     assert_equal(model, plain)
@@ -179,24 +179,26 @@ def test_copies_and_writes(tmp_path: Path, tier: str) -> None:
 def test_what_stays_on_the_device_stays_in_its_memory(tmp_path: Path, placement: str) -> None:
     model, others = nn.Linear(8, 8), torch.arange(32.0)
     model.bias = nn.Parameter(others[:8])
-    before, values = model.weight.data_ptr(), [one.detach().clone() for one in model.parameters()]
+    before, values = model.weight.data_ptr(), [parameter.detach().clone() for parameter in model.parameters()]
     zinf_fx.offload(model, store=tmp_path, placement=placement, pack=None)
     assert model.weight.stored.bytes.on_device.data_ptr() == before
     assert model.bias.stored.bytes.on_device.data_ptr() != others.data_ptr(), "memory that others have, too"
-    assert all(map(torch.equal, (one.full_tensor() for one in model.parameters()), values))
+    assert all(map(torch.equal, (parameter.full_tensor() for parameter in model.parameters()), values))
 
 
 def test_who_has_the_values_from_before_keeps_them(tmp_path: Path) -> None:
     """What stays on the device is copied for them."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)
-    first, second = (one.weight for one in model)
+    first, second = (layer.weight for layer in model)
     values = first.detach().clone(), second.detach().clone()
     outputs, detached = model[0](x), second.detach()
     zinf_fx.offload(model, store=tmp_path, placement="device", pack=None)
     optimizer = zinf_fx.optim.SGD(model.parameters(), lr=1.0)
     model(x.detach()).sum().backward()
     optimizer.step()
-    assert not any(torch.equal(one.full_tensor(), value) for one, value in zip((first, second), values, strict=True))
+    assert not any(
+        torch.equal(parameter.full_tensor(), value) for parameter, value in zip((first, second), values, strict=True)
+    )
     outputs.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 8) @ values[0]) and torch.equal(detached, values[1])
 

@@ -94,8 +94,8 @@ def test_what_stays_on_the_device_takes_over_what_the_optimizer_writes(
         uploads, read = device.uploads, zinf_fx.stats(model).bytes_read
         loss, expected = call(x), plain(x)
         moved = device.uploads - uploads, zinf_fx.stats(model).bytes_read - read
-        for one, stepped in ((loss, own), (expected, plain_optimizer)):
-            one.backward()
+        for value, stepped in ((loss, own), (expected, plain_optimizer)):
+            value.backward()
             stepped.step()
             stepped.zero_grad()
         assert torch.equal(loss, expected)
@@ -115,15 +115,15 @@ def test_a_gradient_has_its_place_again_and_its_token_stands_for_nothing_meanwhi
     spaces = []
     for _ in range(2):
         x = torch.randn(3, 32)
-        for each in (call, plain):
-            each(x).backward()
+        for net in (call, plain):
+            net(x).backward()
         gradient = model.scale.grad
         assert torch.equal(gradient.full_tensor(), plain.scale.grad)
         token = gradient.token.clone()
         spaces.append(TensorStorage.of_token(token))
         del gradient
-        for each in (model, plain):
-            each.zero_grad()
+        for net in (model, plain):
+            net.zero_grad()
         gc.collect()
         with pytest.raises(StoredTensorError, match="stands for no living stored tensor"):
             TensorStorage.of_token(token)
@@ -142,8 +142,8 @@ def test_models_share_the_region_of_a_device(tmp_path: Path, placement: str) -> 
     for _ in range(3):
         batches = [torch.randn(3, width) for width in (16, 96, 48)]
         with followed_plans(models[0]) as plans:
-            for each in (plains, calls):
-                for loss in [call(batch) for call, batch in zip(each, batches, strict=True)]:
+            for nets in (plains, calls):
+                for loss in [call(batch) for call, batch in zip(nets, batches, strict=True)]:
                     loss.backward()
         regions |= {plan.regions.device for plan in plans}
         sizes.append(zinf_fx.stats(models[0]).planned_device_arena_bytes)
@@ -191,20 +191,20 @@ def test_the_region_goes_with_the_last_model(tmp_path: Path) -> None:
 def test_a_taken_place_is_counted_and_another_found(device: LateDevice) -> None:
     counters = Counters()
     arena = DeviceArena(device, 2 * PAGE, counters)
-    one, other = arena.allocate(PAGE, 100), arena.allocate(PAGE, PAGE)
+    buffer, other = arena.allocate(PAGE, 100), arena.allocate(PAGE, PAGE)
     assert (counters.placed, counters.displaced) == (1, 1)
-    values = [b.tensor((25,), torch.float32).fill_(n) for n, b in enumerate((one, other))]
+    values = [b.tensor((25,), torch.float32).fill_(n) for n, b in enumerate((buffer, other))]
     before = values[0]._version
     values[1].add_(1)
     assert [v.unique().item() for v in values] == [0, 2] and values[0]._version == before
-    assert values[0].storage_offset() == 0 and one.address == values[0].data_ptr()
+    assert values[0].storage_offset() == 0 and buffer.address == values[0].data_ptr()
     assert arena.in_use == arena.touched == 2 * PAGE
-    one.release()
+    buffer.release()
     other.release()
     again = arena.allocate(PAGE, PAGE)
-    assert again.address == one.address and (arena.in_use, arena.touched) == (PAGE, 2 * PAGE)
+    assert again.address == buffer.address and (arena.in_use, arena.touched) == (PAGE, 2 * PAGE)
     arena.restart_peak()
-    assert arena.touched == PAGE and arena.allocate(0, 1).address == one.address - PAGE
+    assert arena.touched == PAGE and arena.allocate(0, 1).address == buffer.address - PAGE
     assert arena.touched == 2 * PAGE
 
 

@@ -68,8 +68,8 @@ def test_a_budget_of_a_later_model_in_the_same_store_counts(tmp_path: Path, monk
     blocks = []
     monkeypatch.setattr(tiers, "memory_limit", lambda: MemoryLimit(1 << 30, "the machine's memory", by_group=False))
     monkeypatch.setattr(tiers, "hold_little", lambda: blocks.append(True))
-    one, other = (torch.nn.Linear(8, 8) for _ in range(2))
-    zinf_fx.offload(one, store=tmp_path, placement="nvme")
+    layer, other = (torch.nn.Linear(8, 8) for _ in range(2))
+    zinf_fx.offload(layer, store=tmp_path, placement="nvme")
     assert not blocks
     zinf_fx.offload(other, store=tmp_path, placement="nvme", device_memory="1GiB")
-    assert blocks and one.weight.stored.tiers is other.weight.stored.tiers
+    assert blocks and layer.weight.stored.tiers is other.weight.stored.tiers

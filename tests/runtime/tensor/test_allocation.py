@@ -22,11 +22,11 @@ def storage(tmp_path: Path) -> TensorStorage:
     """In the store, with the values 0, 1, ..."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.arange(COUNT, dtype=torch.float32))])
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
-    found = model[0].stored
-    found.tiers.drain()
-    found.model = model
-    found.tiers.background = Step()
-    return found
+    stored = model[0].stored
+    stored.tiers.drain()
+    stored.model = model
+    stored.tiers.background = Step()
+    return stored
 
 
 class Step:

@@ -56,8 +56,8 @@ def _mapped(state: State, folder: Path) -> State:
 
 def _with_clones(*names: str, of_one: bool = False) -> Callable[[State, Path], State]:
     def change(state: State, folder: Path) -> State:
-        one = state[names[0]].clone()
-        return state | {name: one if of_one else state[name].clone() for name in names}
+        clone = state[names[0]].clone()
+        return state | {name: clone if of_one else state[name].clone() for name in names}
 
     return change
 
@@ -126,14 +126,16 @@ def assign(rank: int, folder: Path, placements: Sequence[str], states: Iterable[
             model.load_state_dict(own, assign=True, strict=strict)
         assert_alike(model, plain)
         parted = len(groups(plain)) > 1 and strict
-        assert any("were one parameter, and are two from now on" in str(one.message) for one in caught) == parted
+        assert (
+            any("were one parameter, and are two from now on" in str(warning.message) for warning in caught) == parted
+        )
         optimizer = zinf_fx.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(torch.arange(5)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        for one, other in itertools.combinations((model.get_parameter(name) for name in NAMES), 2):
-            assert torch.equal(value(one), value(other)) == (one is other)
+        for parameter, other in itertools.combinations((model.get_parameter(name) for name in NAMES), 2):
+            assert torch.equal(value(parameter), value(other)) == (parameter is other)
 
 
 @pytest.mark.parametrize("how", STATES)
@@ -170,8 +172,8 @@ def test_compiled_code_goes_on_with_what_was_assigned(tmp_path: Path):
     plain, model = tied(2), stored(tmp_path, 2)
     run = torch.compile(model, backend="zinf")
     for seed in (1, 3):
-        for one in (plain, model):
-            one.load_state_dict(tied(seed).state_dict(), assign=True)
+        for net in (plain, model):
+            net.load_state_dict(tied(seed).state_dict(), assign=True)
         plain.head.weight = plain.inner[0].weight = plain.table.weight
         loss, expected = run(torch.arange(5)), plain(torch.arange(5))
         loss.backward(), expected.backward()
@@ -184,8 +186,8 @@ def test_submodules_that_load_one_after_the_other(tmp_path: Path, order: tuple[s
     plain, model = tied(2), stored(tmp_path, 2)
     weight = tied(1).state_dict()["head.weight"]
     for name in order:
-        for one in (plain, model):
-            one.get_submodule(name.removesuffix(".weight")).load_state_dict({"weight": weight}, assign=True)
+        for net in (plain, model):
+            net.get_submodule(name.removesuffix(".weight")).load_state_dict({"weight": weight}, assign=True)
         assert_alike(model, plain)
     assert len(groups(model)) == 1
 
@@ -233,7 +235,7 @@ def test_nothing_is_said_of_names_that_were_parted_on_purpose(tmp_path: Path, ti
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "'weight' of")
         model.table.weight = nn.Parameter(torch.zeros(9, 8))
-    assert len({id(one) for one in (model.head.weight, model.table.weight, model.inner[0].weight)}) == 3
+    assert len({id(parameter) for parameter in (model.head.weight, model.table.weight, model.inner[0].weight)}) == 3
 
 
 def test_a_state_dict_that_parts_names_says_so_after_training_too(tmp_path: Path, tier: str):

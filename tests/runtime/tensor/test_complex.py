@@ -62,9 +62,9 @@ def test_uses_in_eager_code(tmp_path: Path, tier: str, grad: bool) -> None:
     x = torch.randn(5, 5, dtype=torch.complex64)
     with torch.set_grad_enabled(grad):
         for name, use in USES.items():
-            found = use(model.weight, x).detach()
-            found = found.full_tensor() if isinstance(found, zinf_fx.StoredTensor) else found
-            assert torch.equal(found, use(plain.weight, x).detach()), name
+            result = use(model.weight, x).detach()
+            result = result.full_tensor() if isinstance(result, zinf_fx.StoredTensor) else result
+            assert torch.equal(result, use(plain.weight, x).detach()), name
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -95,8 +95,8 @@ def test_gradients(tmp_path: Path, tier: str, compiled: bool) -> None:
         plain(x).backward()
         run(x).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        found = ours.grad
-        assert torch.equal(getattr(found, "full_tensor", lambda found=found: found)(), theirs.grad)
+        gradient = ours.grad
+        assert torch.equal(getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)(), theirs.grad)
 
 
 ON_THE_DEVICE = {
@@ -115,7 +115,7 @@ def test_training_on_the_device(
 ) -> None:
     plain, model = twins(tmp_path, ON_THE_DEVICE[placement], dtype)
     run = torch.compile(model, backend="zinf") if compiled else model
-    optimizers = [kind(one.parameters(), lr=0.1) for one in (plain, model)]
+    optimizers = [kind(net.parameters(), lr=0.1) for net in (plain, model)]
     for _ in range(3):
         x = torch.randn(4, 5)
         for call, optimizer in zip((plain, run), optimizers, strict=True):

@@ -60,9 +60,9 @@ def load(module: nn.Module, folder: Path) -> None:
     dcp.load(module.state_dict(), checkpoint_id=folder, no_dist=True)
 
 
-def assert_equal(found: nn.ParameterDict, expected: nn.ParameterDict) -> None:
+def assert_equal(actual: nn.ParameterDict, expected: nn.ParameterDict) -> None:
     for name in SHAPES:
-        value = found[name].full_tensor() if isinstance(found[name], zinf_fx.StoredTensor) else found[name]
+        value = actual[name].full_tensor() if isinstance(actual[name], zinf_fx.StoredTensor) else actual[name]
         assert torch.equal(value, expected[name]), name
 
 
@@ -101,12 +101,12 @@ def step(run: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: in
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Parameters and states."""
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value).clone()
-        for name, value in found.items()
+        for name, value in tensors.items()
     }
 
 
@@ -155,12 +155,12 @@ def test_what_is_loaded_is_what_was_saved(
     size, placement = saving
     saved = on_ranks(size, train, tmp_path, placement, optimizer, how)
     for other_size, other_placement in loading:
-        for rank, (found, losses) in enumerate(
+        for rank, (actual, losses) in enumerate(
             on_ranks(other_size, train, tmp_path, other_placement, optimizer, "load")
         ):
             expected, expected_losses = saved[min(rank, size - 1)]
-            assert found.keys() == expected.keys() and len(found) > 10
-            assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+            assert actual.keys() == expected.keys() and len(actual) > 10
+            assert [name for name, value in actual.items() if not torch.equal(value, expected[name])] == []
             assert losses == expected_losses or other_size != size
 
 
@@ -201,13 +201,13 @@ for parameter in model.parameters():
     optimizer.step()
     parameter.grad = None
 states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-found = [peak()]
+peaks = [peak()]
 dcp.save(states, checkpoint_id=folder + "/saved", no_dist=True)
-found.append(peak())
+peaks.append(peak())
 dcp.async_save(states, checkpoint_id=folder + "/later", no_dist=True, async_stager=Stager()).result()
-found.append(peak())
+peaks.append(peak())
 dcp.load(states, checkpoint_id=folder + "/saved", no_dist=True)
-print(*found, peak())
+print(*peaks, peak())
 """
 
 

@@ -41,7 +41,7 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return Packed(args[0].packed, args[0].scale)
-        args = [one.unpacked() if isinstance(one, Packed) else one for one in args]
+        args = [argument.unpacked() if isinstance(argument, Packed) else argument for argument in args]
         return func(*args, **(kwargs or {}))
 
     def unpacked(self) -> torch.Tensor:
@@ -89,8 +89,8 @@ def test_quantised_parameters_stay_in_memory_and_a_warning_says_so(kind, one_lin
     x = torch.randn(2, 8)
     for call in (compiled, plain):
         call(x).square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one is other or torch.equal(one.grad, other.grad)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter is other or torch.equal(parameter.grad, other.grad)
 
 
 @not_before_2_12("guards of tensor subclasses compare values, which breaks the graph")
@@ -109,8 +109,8 @@ def test_what_a_library_made_of_tensors_is_stored_as_these(tmp_path, activations
     with followed_plans(model) as plans:
         for call in (run, plain):
             call(x).square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one is weight or torch.equal(one.grad.full_tensor(), other.grad)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter is weight or torch.equal(parameter.grad.full_tensor(), other.grad)
     (plan,) = plans
     names = {tile.name: tile.nbytes for tile in plan.tiles}
     assert names["1.weight.packed"] == 32 and names["1.weight.scale"] == 32
@@ -134,7 +134,7 @@ def test_tensors_of_a_parameter_are_stored_once(tmp_path):
             warnings.simplefilter("error")  # such as that the parameter stays in memory
             zinf_fx.offload(model, store=tmp_path, placement="nvme")
         storages.append([model[1].weight.packed.stored, model[1].weight.scale.stored])
-    assert all(one is other for one, other in zip(*storages, strict=True))
+    assert all(storage is other for storage, other in zip(*storages, strict=True))
 
 
 def test_checkpoints_have_what_a_parameter_is_made_of(tmp_path):

@@ -56,9 +56,9 @@ def test_a_value_of_another_shape_is_stored_and_trained(tmp_path, tier: str, com
         model.zero_grad()
     weight, (kept, storage) = model.tokens.weight, (model.middle.weight, model.middle.weight.stored)
     rows = torch.randn(3, 8)
-    for each in (model, plain):
-        each.tokens.weight.data = torch.cat([each.tokens.weight.data, rows])
-        each.tokens.num_embeddings, each.head.out_features = 23, 23
+    for net in (model, plain):
+        net.tokens.weight.data = torch.cat([net.tokens.weight.data, rows])
+        net.tokens.num_embeddings, net.head.out_features = 23, 23
     assert model.tokens.weight is model.head.weight is weight and weight.stored.tier == tier
     assert weight.shape == (23, 8) and weight.is_leaf and weight.requires_grad and kept.stored is storage
     tokens = torch.arange(23)
@@ -99,11 +99,11 @@ def test_values_that_are_made_like_the_parameter(tmp_path, tier: str, make: Call
 
 @pytest.mark.parametrize("part", [lambda data: data, lambda data: data[:2]])
 def test_the_bytes_of_another_parameter_are_not_shared(tmp_path, part: Callable):
-    one, other = zinf_fx.offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store=tmp_path, placement="nvme")
-    before = one.weight.full_tensor()
+    layer, other = zinf_fx.offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store=tmp_path, placement="nvme")
+    before = layer.weight.full_tensor()
     with pytest.raises(StoredTensorError, match=r"the bytes of parameter '1\.weight'.*copy_\(\), or tie"):
-        one.weight.data = part(other.weight.data)
-    assert torch.equal(one.weight.full_tensor(), before)
+        layer.weight.data = part(other.weight.data)
+    assert torch.equal(layer.weight.full_tensor(), before)
 
 
 def test_hooks_of_a_parameter_that_got_another_shape_run(tmp_path):
@@ -139,10 +139,10 @@ def test_parameters_and_modules_that_take_the_place_of_stored_ones(tmp_path, tie
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=tier)
     weights = nn.Linear(8, 12), nn.Linear(12, 8)
     bias = torch.randn(12)
-    for each in (model, plain):
-        each.middle = copy.deepcopy(weights[0])
-        each.middle.bias = nn.Parameter(bias.clone())
-        each.head = nn.Sequential(copy.deepcopy(weights[1]), each.head)
+    for net in (model, plain):
+        net.middle = copy.deepcopy(weights[0])
+        net.middle.bias = nn.Parameter(bias.clone())
+        net.head = nn.Sequential(copy.deepcopy(weights[1]), net.head)
     assert isinstance(model.middle.weight, StoredTensor) and isinstance(model.middle.bias, StoredTensor)
     assert model.middle.weight.stored.config is model.tokens.weight.stored.config
     assert not isinstance(model.head[0].weight, StoredTensor), "in a new place"

@@ -44,8 +44,8 @@ def test_models_are_saved_with_less_memory_than_they_have_bytes(how: str, tmp_pa
         assert all(type(value) is torch.Tensor for value in saved.values())
     else:
         saved = safetensors.torch.load_file(tmp_path / "saved")
-    found = sum(float(saved[f"{number}.weight"].double().sum()) for number in range(12))
-    assert len(saved) == 12 and found == pytest.approx(float(done.stdout), abs=1e-6)
+    total = sum(float(saved[f"{number}.weight"].double().sum()) for number in range(12))
+    assert len(saved) == 12 and total == pytest.approx(float(done.stdout), abs=1e-6)
 
 
 def test_values_in_files_are_shared_until_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -54,9 +54,9 @@ def test_values_in_files_are_shared_until_they_are_written(tmp_path: Path, monke
     layer = nn.Linear(700, 1000, bias=False)
     plain = layer.weight.detach().clone()
     zinf_fx.offload(layer, store=tmp_path, placement="nvme")
-    one, other = layer.weight.detach(), layer.weight.detach()
-    address = one.data_ptr()
-    assert address == other.data_ptr() and one.untyped_storage().nbytes() == plain.nbytes
+    value, other = layer.weight.detach(), layer.weight.detach()
+    address = value.data_ptr()
+    assert address == other.data_ptr() and value.untyped_storage().nbytes() == plain.nbytes
     assert torch.equal(torch.frombuffer(_memory(address, plain.nbytes), dtype=plain.dtype).view(1000, 700), plain)
     with torch.no_grad():
         layer.weight.zero_()

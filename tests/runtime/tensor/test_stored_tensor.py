@@ -607,9 +607,9 @@ def test_a_forked_child_is_refused_on_every_tier(make: Make):
 
 def test_gathered_gives_one_value_for_a_tensor_that_comes_twice(make: Make):
     stored = make(matrix())
-    with zinf_fx.gathered([stored, stored], modify=True) as (one, other):
-        assert one is other
-        one.fill_(5)
+    with zinf_fx.gathered([stored, stored], modify=True) as (value, other):
+        assert value is other
+        value.fill_(5)
     assert stored.full_tensor().eq(5).all()
     with (
         pytest.raises(StoredTensorError, match="several views"),

@@ -36,7 +36,7 @@ def test_a_large_write_waits_for_those_before_it_and_not_for_itself(monkeypatch:
     seen = []
     for write, pages in zip(writes, (1, 2, 8, 1, 2), strict=True):
         queue.add(write, arena.allocate(pages * PAGE), None)
-        seen.append([one.awaited for one in writes].count(True))
+        seen.append([queued.awaited for queued in writes].count(True))
     assert seen == [0, 0, 2, 3, 3]
     queue.drain()
     assert arena.in_use == 0 and all(write.awaited for write in writes)

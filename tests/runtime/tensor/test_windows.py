@@ -30,12 +30,12 @@ COUNT = 8192
 def storage(tmp_path: Path) -> TensorStorage:
     """In the store, full of zeros."""
     config = Config(store=tmp_path, placement="nvme", host_memory="4MiB")
-    found = TensorStorage(
+    stored = TensorStorage(
         config, LocalShard(Shards.of(COUNT, 1, True)), Allocation(Tiers(config), "nvme", [COUNT], torch.float32, CPU)
     )
-    found.set(torch.zeros(COUNT))
-    found.tiers.drain()
-    return found
+    stored.set(torch.zeros(COUNT))
+    stored.tiers.drain()
+    return stored
 
 
 def test_a_window_is_read_used_and_stored(storage: TensorStorage) -> None:
@@ -87,10 +87,10 @@ def test_a_follower_may_be_closed_when_a_write_has_found_it(
     memory, find = follower.wait(), storage.bytes.allocation.present_followers
 
     def find_and_close() -> list[Follower]:
-        found = find()
-        assert found == [follower]
+        followers = find()
+        assert followers == [follower]
         follower.close()
-        return found
+        return followers
 
     monkeypatch.setattr(storage.bytes.allocation, "present_followers", find_and_close)
     window = storage.settled().window(load=False)
