@@ -26,13 +26,13 @@ class _Seen(Files, ABC):
         """The operation is about to be done."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        attribute = super().__getattribute__(name)
         if name not in OPERATIONS:
-            return found
+            return attribute
 
         def seen(*arguments: Any) -> Any:
             self.before(name, arguments)
-            return found(*arguments)
+            return attribute(*arguments)
 
         return seen
 
@@ -70,7 +70,7 @@ class Timed(_Seen):
         self.begun: list[tuple[float, str, list[str]]] = []
 
     def before(self, operation: str, arguments: tuple) -> None:
-        names = [one.name for one in arguments if isinstance(one, Path)]
+        names = [argument.name for argument in arguments if isinstance(argument, Path)]
         if operation in ("sync", "sync_data"):
             names = [Path(os.readlink(f"/proc/self/fd/{arguments[0]}")).name]
         self.begun.append((time.monotonic(), operation, names))
@@ -101,9 +101,9 @@ class LosingPower(_Seen):
         if operation in ("sync", "sync_data"):
             path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
             if path.is_dir():
-                durable = [one for one in self._pending if (one[0] or one[1]).parent == path]
+                durable = [entry for entry in self._pending if (entry[0] or entry[1]).parent == path]
                 self._durable_names = self._names(durable)
-                self._pending = [one for one in self._pending if one not in durable]
+                self._pending = [entry for entry in self._pending if entry not in durable]
             else:
                 self._durable_content[self._inode(path)] = path.read_bytes()
         elif operation == "rename":
@@ -150,8 +150,8 @@ class LosingPower(_Seen):
         every = self._pending
         yield []
         yield every
-        for number, one in enumerate(every):
-            yield [one]
+        for number, entry in enumerate(every):
+            yield [entry]
             yield every[:number] + every[number + 1 :]
 
     def _names(self, done: list[tuple[Path | None, Path | None, int]]) -> dict[str, int]:

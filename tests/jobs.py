@@ -104,11 +104,11 @@ class Job:
 
     def values(self) -> dict[str, Tensor]:
         """Every tensor of the model, its gradients, and of the optimizer."""
-        found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        found |= {f"grad.{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"grad.{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for index, entry in self.adam.state_dict()["state"].items():
-            found |= {f"state.{index}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
-        return {name: value_of(tensor) for name, tensor in found.items()}
+            tensors |= {f"state.{index}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
+        return {name: value_of(tensor) for name, tensor in tensors.items()}
 
 
 def divide(model: Net) -> None:
@@ -126,7 +126,9 @@ def value_of(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [n for n, one in found.items() if one.dtype != expected[n].dtype or not torch.equal(one, expected[n])]
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [
+        n for n, value in actual.items() if value.dtype != expected[n].dtype or not torch.equal(value, expected[n])
+    ]
     assert not different

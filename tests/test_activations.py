@@ -147,7 +147,7 @@ def _less_room_keeps_less() -> None:
     assert everything == planned(activations="auto", device_memory="1GiB").kept
     more, less = (planned(activations="auto", device_memory=f"{size}KiB").kept for size in (9000, 7000))
     assert everything > more > less
-    offloaded, two, four = (planned(activations=each).kept for each in ("offload", 2, 4))
+    offloaded, two, four = (planned(activations=choice).kept for choice in ("offload", 2, 4))
     assert offloaded < two < four < everything
 
 

@@ -45,7 +45,7 @@ TAKE_A_MODEL: dict[str, Callable[[object, str], object]] = {
 def test_what_is_no_model(function: str, given: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{function}\(\) takes a model, {message}"):
         TAKE_A_MODEL[function](given, str(tmp_path))
-    assert all(type(one) is nn.Parameter for one in NET.parameters()) and not [*tmp_path.iterdir()]
+    assert all(type(parameter) is nn.Parameter for parameter in NET.parameters()) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

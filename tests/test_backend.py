@@ -112,7 +112,7 @@ def test_activations_leave_where_nothing_else_does(tmp_path):
     with followed_plans(model) as plans:
         torch.compile(model, backend="zinf", options=options)(x).sum().backward()
     (plan,), (planned,) = plans, ahead.plans
-    assert {one.stored.placement for one in model.parameters()} == {PRESETS["device"]}
+    assert {parameter.stored.placement for parameter in model.parameters()} == {PRESETS["device"]}
     assert plan.tiles == planned.tiles and any(tile.activation for tile in plan.tiles)
     assert "ordinary PyTorch" not in ahead.text()
 
@@ -232,8 +232,8 @@ def trained_alike(model: torch.nn.Module, call: Callable, plain: torch.nn.Module
     """Whether gradients are equal in two steps."""
     for _ in range(2):
         x = torch.randn(shape)
-        for one in (call, plain):
-            one(x).square().sum().backward()
+        for net in (call, plain):
+            net(x).square().sum().backward()
         if not gradients_equal(model, plain):
             return False
         model.zero_grad()
@@ -267,8 +267,8 @@ def test_a_model_of_which_nothing_is_captured_is_stored_and_a_warning_says_why(t
     compiled = torch.compile(model, backend="zinf", options={"placement": "nvme", "store": tmp_path})
     for step in range(2):
         x = torch.randn(3, 2, 8)
-        for one in (compiled, plain):
-            one(x)[0].square().sum().backward()
+        for net in (compiled, plain):
+            net(x)[0].square().sum().backward()
         assert gradients_equal(model, plain), f"step {step}"
         model.zero_grad()
         plain.zero_grad()

@@ -97,10 +97,10 @@ def test_a_model_takes_its_own_state_dict(tmp_path: Path, how):
     """Nothing of a base is written then, and what is quantised is not rounded again."""
     model = zinf_fx.attach_base(meta(), saved(tmp_path, how), store=tmp_path / "store")
     own = copy.deepcopy(model)
-    for one in (model, own):
-        before = [parameter.stored.value().clone() for parameter in one.parameters()]
-        one.load_state_dict(one.state_dict())
-        assert all(map(torch.equal, before, (parameter.stored.value() for parameter in one.parameters())))
+    for net in (model, own):
+        before = [parameter.stored.value().clone() for parameter in net.parameters()]
+        net.load_state_dict(net.state_dict())
+        assert all(map(torch.equal, before, (parameter.stored.value() for parameter in net.parameters())))
 
 
 def test_what_is_saved_beside_a_base_is_what_was_trained(tmp_path: Path):
@@ -289,14 +289,16 @@ def test_buffers_that_the_files_lack_are_refused(tmp_path: Path, what: str, how:
     change, message = LEFT[what]
     state = {name: value.clone() for name, value in routed().state_dict().items()}
     change(state)
-    safetensors.torch.save_file({name: one.contiguous() for name, one in state.items()}, tmp_path / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors"
+    )
     model = beginning(how)
-    before = {name: (one, None if one.is_meta else one.clone()) for name, one in model.named_buffers()}
+    before = {name: (buffer, None if buffer.is_meta else buffer.clone()) for name, buffer in model.named_buffers()}
     with pytest.raises(CheckpointError, match=message):
         zinf_fx.attach_base(model, tmp_path, store=tmp_path)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    for name, (one, value) in before.items():
-        assert model.get_buffer(name) is one and (value is None or torch.equal(one, value))
+    for name, (buffer, value) in before.items():
+        assert model.get_buffer(name) is buffer and (value is None or torch.equal(buffer, value))
 
 
 def test_one_name_of_a_shared_buffer_is_enough(tmp_path: Path):

@@ -74,9 +74,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[CompiledRegion]:
     original = Capture._regions
 
     def kept(*arguments: object) -> dict[str, CompiledRegion]:
-        found = original(*arguments)
-        regions.extend(found.values())
-        return found
+        compiled_regions = original(*arguments)
+        regions.extend(compiled_regions.values())
+        return compiled_regions
 
     monkeypatch.setattr(Capture, "_regions", kept)
     return regions
@@ -103,13 +103,13 @@ def test_trains_as_with_pytorchs_kernels_and_the_same_each_time(
     expected = trained(model, tmp_path, "eager", placement, **options)
     assert not compiled
     with caplog.at_level(logging.WARNING, "zinf_fx"):
-        found = trained(model, tmp_path, "inductor", placement, **options)
+        actual = trained(model, tmp_path, "inductor", placement, **options)
     assert compiled and all(region.is_compiled for region in compiled)
     assert not [record for record in caplog.records if record.name == "zinf_fx"]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for value, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5)
     again = trained(model, tmp_path, "inductor", placement, **options)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(actual, again, strict=True))
 
 
 def test_threads_that_add_to_the_same_rows_add_in_the_same_order(
@@ -126,7 +126,7 @@ def test_threads_that_add_to_the_same_rows_add_in_the_same_order(
         model.zero_grad()
         call(words).backward()
         gradients.append(model.words.weight.grad.full_tensor().clone())
-    assert compiled and all(torch.equal(one, gradients[0]) for one in gradients)
+    assert compiled and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_other_sizes(dynamic: bool | None, tmp_path: Path, compiled: list[Compil
             losses.append(call(torch.randn(rows, 2 * rows, WIDTH)))
             losses[-1].backward()
         torch.testing.assert_close(*losses)
-        for one, other in zip(*(call.parameters() for call in calls), strict=True):
-            torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor())
+        for parameter, other in zip(*(call.parameters() for call in calls), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad.full_tensor())
     assert compiled and all(region.is_compiled for region in compiled)
 
 
@@ -168,7 +168,7 @@ def test_a_plan_says_what_computes(tmp_path: Path, compiled: list[CompiledRegion
 @pytest.mark.parametrize("name", test_transformers.MODELS)
 def test_models_of_transformers(name: str, tmp_path: Path, compiled: list[CompiledRegion]) -> None:
     build, inputs = test_transformers.MODELS[name]
-    found = []
+    results = []
     for compute in ("eager", "inductor"):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -183,6 +183,6 @@ def test_models_of_transformers(name: str, tmp_path: Path, compiled: list[Compil
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        found.append(losses)
-    torch.testing.assert_close(*found)
+        results.append(losses)
+    torch.testing.assert_close(*results)
     assert compiled and all(region.is_compiled for region in compiled)

@@ -142,7 +142,7 @@ def test_an_ensemble(tmp_path: Path, stored: bool) -> None:
         p.is_meta and type(p) is nn.Parameter and (p.grad is None or p.grad.is_meta) for p in skeleton.parameters()
     )
 
-    def one(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    def call_member(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(skeleton, (parameters, buffers), (batch,))
 
-    torch.testing.assert_close(torch.vmap(one)(parameters, buffers), expected)
+    torch.testing.assert_close(torch.vmap(call_member)(parameters, buffers), expected)

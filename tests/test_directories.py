@@ -39,7 +39,7 @@ def go_elsewhere(places: Path) -> None:
 
 
 def in_store(model: nn.Module) -> list[Path]:
-    return list({*(one.stored.tiers.store.directories for one in model.parameters())})
+    return list({*(parameter.stored.tiers.store.directories for parameter in model.parameters())})
 
 
 @pytest.mark.parametrize("given", ["store", Path("store"), ["store", "other"], ".", "../job/store", "~/store"])
@@ -169,7 +169,7 @@ class Net(nn.Module):
 
 
 def compiled_parts(model: nn.Module, options: dict) -> nn.Module:
-    return nn.Sequential(*(torch.compile(one, backend="zinf", options=options) for one in model))
+    return nn.Sequential(*(torch.compile(layer, backend="zinf", options=options) for layer in model))
 
 
 @pytest.mark.parametrize("how", ["model", "parts"])

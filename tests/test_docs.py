@@ -37,8 +37,8 @@ def prose(page: Path) -> str:
 
 def links(page: Path) -> list[tuple[Path, str]]:
     """Files that a page links to, each with the heading in it, or ""."""
-    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page))
-    return [((page.parent / path) if path else page, heading) for path, heading in found if "://" not in path]
+    targets = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page))
+    return [((page.parent / path) if path else page, heading) for path, heading in targets if "://" not in path]
 
 
 def anchors(page: Path) -> set[str]:
@@ -63,10 +63,12 @@ def mentions(page: Path, program: str) -> list[list[str]]:
 def subcommands() -> dict[str, set[str]]:
     """The options of each command of `zinf-fx`."""
     (action,) = parser()._subparsers._group_actions
-    found = {name: set(one._option_string_actions) for name, one in action.choices.items()}
+    options = {name: set(command._option_string_actions) for name, command in action.choices.items()}
     (actions,) = action.choices["checkpoint"]._subparsers._group_actions
-    found["checkpoint"] |= {option for one in actions.choices.values() for option in one._option_string_actions}
-    return found
+    options["checkpoint"] |= {
+        option for command in actions.choices.values() for option in command._option_string_actions
+    }
+    return options
 
 
 @every_page

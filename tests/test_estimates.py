@@ -39,8 +39,8 @@ FOUR = replace(DGX_2, ranks_per_node=4)
 RTX = hardware.load("rtx-4090")
 
 
-def by_preset(found: Estimate) -> dict[str, Prediction]:
-    return {one.preset: one for one in found.predictions}
+def by_preset(estimated: Estimate) -> dict[str, Prediction]:
+    return {prediction.preset: prediction for prediction in estimated.predictions}
 
 
 def transformer(layers: int, hidden: int, heads: int, batch: int = 1, sequence: int = 1024, **fields) -> Workload:
@@ -76,12 +76,12 @@ def planner_of_all() -> Planner:
 @pytest.mark.parametrize("preset", named(("zero-2", "infinity-nvme", "infinity-cpu", "nvme"), {"infinity-nvme"}))
 def test_what_two_depths_say_is_what_a_plan_of_all_layers_says(planner: Planner, planner_of_all: Planner, preset: str):
     with no_search_for_cycles():
-        whole, extended = (one.figures(PRESETS[preset]) for one in (planner_of_all, planner))
+        whole, extended = (candidate.figures(PRESETS[preset]) for candidate in (planner_of_all, planner))
     exact = ("flops", "disk", "saved", "gradients", "tiles", "activations", "living", "values")
     for name in exact:
         assert getattr(extended, name) == getattr(whole, name), name
-    assert {name: one.nbytes for name, one in extended.moved.items()} == {
-        name: one.nbytes for name, one in whole.moved.items()
+    assert {name: movement.nbytes for name, movement in extended.moved.items()} == {
+        name: movement.nbytes for name, movement in whole.moved.items()
     }
     assert extended.needed == pytest.approx(whole.needed, rel=0.01)
     assert extended.serial == pytest.approx(whole.serial, rel=1e-3)
@@ -144,7 +144,7 @@ LIVING = {
 def of_a_layer(planner: Planner, preset: str) -> Figures:
     with no_search_for_cycles():
         fewer, more = (planner.planned(depth, PRESETS[preset], None) for depth in (5, 7))
-    return combined(fewer, more, lambda one, other: (other - one) / 2)
+    return combined(fewer, more, lambda low, high: (high - low) / 2)
 
 
 # Others move through the links as these, or have one of their tiers.
@@ -154,7 +154,7 @@ OF_THE_GATE = {"zero-3", "infinity-nvme"}
 @pytest.mark.parametrize("preset", named(MOVED, OF_THE_GATE))
 def test_a_layer_moves_and_has_what_the_papers_say(planner: Planner, preset: str):
     layer = of_a_layer(planner, preset)
-    assert {name: one.nbytes / PER_LAYER for name, one in layer.moved.items() if one.nbytes} == MOVED[preset]
+    assert {name: moved.nbytes / PER_LAYER for name, moved in layer.moved.items() if moved.nbytes} == MOVED[preset]
     device, host, nvme = LIVING[preset]
     assert layer.living - layer.activations == device * PER_LAYER
     assert host is None or layer.living_on_host == host * PER_LAYER
@@ -227,30 +227,30 @@ def test_work_and_activations_of_a_layer(planner: Planner):
 def test_a_transformer_of_a_trillion_parameters(only):
     """The third row of ZeRO-Infinity's figure 2a, for 4 sequences per device."""
     only("nvme")
-    found = estimate(transformer(128, 25600, 256, 4), DGX_2)
+    estimated = estimate(transformer(128, 25600, 256, 4), DGX_2)
     parameters = 12 * 128 * 25600**2
-    assert found.parameters == parameters
-    assert found.states == {"parameters": 2 * parameters, "gradients": 2 * parameters, "optimizer": 12 * parameters}
-    (one,) = found.predictions
-    assert one.memory["nvme"] == 16 * parameters
-    assert 0.9 < one.step.flops / (8 * 4 * 1024 * parameters) < 1
-    assert one.disk_written == 16 * parameters
-    assert one.step.activations == pytest.approx(2 * 4 * 1024 * 25600 * 128, rel=0.15)  # with the last layer's
+    assert estimated.parameters == parameters
+    assert estimated.states == {"parameters": 2 * parameters, "gradients": 2 * parameters, "optimizer": 12 * parameters}
+    (prediction,) = estimated.predictions
+    assert prediction.memory["nvme"] == 16 * parameters
+    assert 0.9 < prediction.step.flops / (8 * 4 * 1024 * parameters) < 1
+    assert prediction.disk_written == 16 * parameters
+    assert prediction.step.activations == pytest.approx(2 * 4 * 1024 * 25600 * 128, rel=0.15)  # with the last layer's
 
 
 def test_adapters_beside_a_frozen_transformer(only):
     """By hand, for 2 layers of 64: 12 x 2 x 64^2 frozen parameters in nf4, and adapters of rank 4 in fp32."""
     only("infinity-nvme")
     dimensions = {"layers": 2, "hidden": 64, "heads": 2, "batch": 3, "sequence": 5}
-    found = estimate(of_transformer(**dimensions, lora=4, frozen="nf4"), RTX)
+    estimated = estimate(of_transformer(**dimensions, lora=4, frozen="nf4"), RTX)
     base, adapters = 12 * 2 * 64**2, 2 * 4 * ((64 + 3 * 64) + (64 + 64) + (64 + 4 * 64) + (4 * 64 + 64))
-    assert found.parameters == base + adapters
-    assert found.states["parameters"] == base * (0.5 + 4 / 64) + 4 * adapters
-    assert (found.states["gradients"], found.states["optimizer"]) == (4 * adapters, 8 * adapters)
-    (one,) = found.predictions
-    assert one.step.saved.parameters == {"uint8": base * 0.5625, "float32": 4 * adapters}
+    assert estimated.parameters == base + adapters
+    assert estimated.states["parameters"] == base * (0.5 + 4 / 64) + 4 * adapters
+    assert (estimated.states["gradients"], estimated.states["optimizer"]) == (4 * adapters, 8 * adapters)
+    (prediction,) = estimated.predictions
+    assert prediction.step.saved.parameters == {"uint8": base * 0.5625, "float32": 4 * adapters}
     # What is frozen is not written: blocks of the states, and of the weights.
-    assert 12 * adapters <= one.disk_written < one.disk_read
+    assert 12 * adapters <= prediction.disk_written < prediction.disk_read
     with pytest.raises(ConfigError, match="all are trained: give --lora RANK"):
         of_transformer(**dimensions, frozen="nf4")
 
@@ -274,7 +274,7 @@ def test_other_states(only):
             ),
         )
     )
-    assert [one.states["optimizer"] / parameters for one in (plain, more)] == [12, 16]
+    assert [estimated.states["optimizer"] / parameters for estimated in (plain, more)] == [12, 16]
     assert more.predictions[0].memory["device"] - plain.predictions[0].memory["device"] == 4 * parameters
     # Scales are 8 bytes for 256 elements, and of a split master, a byte has a bit for each of eight.
     assert few.states["optimizer"] == parameters * (2 + 2 + 8 / 256 + 1 / 8)
@@ -312,10 +312,10 @@ def test_a_module(only, device: str):
     only("dp")
     with torch.device(device):
         model, inputs = TwoLinears(), {"x": torch.zeros(4, 64)}
-    found = estimate(of_module(model, inputs, name="x"), RTX)
-    assert found.parameters == COUNT and found.workload.dtype == "float32"
-    assert found.states == {"parameters": 4 * COUNT, "gradients": 4 * COUNT, "optimizer": 8 * COUNT}
-    step = found.predictions[0].step
+    estimated = estimate(of_module(model, inputs, name="x"), RTX)
+    assert estimated.parameters == COUNT and estimated.workload.dtype == "float32"
+    assert estimated.states == {"parameters": 4 * COUNT, "gradients": 4 * COUNT, "optimizer": 8 * COUNT}
+    step = estimated.predictions[0].step
     assert step.flops == FORWARD + 2 * FORWARD - FORWARD // 2  # the inputs need no gradient
     # Saved: what sin and down work on; not the input, the weights or the buffer, which exist anyway.
     assert 4 * 4 * (256 + 256) <= step.activations <= 4 * (4 * (256 + 256) + 64)
@@ -328,11 +328,11 @@ def test_frozen_parameters_have_no_gradients_and_no_states(only):
     only("dp")
     model = TwoLinears(torch.bfloat16)
     model.up.requires_grad_(False)
-    found = of_two_linears(model, torch.bfloat16)
-    assert found.workload.dtype == "bfloat16"
-    assert found.states == {"parameters": 2 * COUNT, "gradients": COUNT, "optimizer": 6 * COUNT}
+    estimated = of_two_linears(model, torch.bfloat16)
+    assert estimated.workload.dtype == "bfloat16"
+    assert estimated.states == {"parameters": 2 * COUNT, "gradients": COUNT, "optimizer": 6 * COUNT}
     packed = of_two_linears(model, torch.bfloat16, frozen="int8")
-    assert found.states["parameters"] - packed.states["parameters"] == 256 * (2 * 64 - 68)
+    assert estimated.states["parameters"] - packed.states["parameters"] == 256 * (2 * 64 - 68)
 
 
 def test_tied_parameters_are_counted_once(only):
@@ -347,8 +347,8 @@ def test_tied_parameters_are_counted_once(only):
             return F.cross_entropy(self.head(self.tokens(tokens)), tokens)
 
     only("dp")
-    found = estimate(of_module(Tied(), (torch.zeros(4, dtype=torch.long),), name="x"), RTX)
-    assert found.parameters == 16 * 8 and found.states["parameters"] == 4 * 16 * 8
+    estimated = estimate(of_module(Tied(), (torch.zeros(4, dtype=torch.long),), name="x"), RTX)
+    assert estimated.parameters == 16 * 8 and estimated.states["parameters"] == 4 * 16 * 8
 
 
 def test_a_model_in_several_graphs_has_what_all_have(only):
@@ -363,9 +363,9 @@ def test_a_model_in_several_graphs_has_what_all_have(only):
             return self.second(x)
 
     only("dp")
-    found = of_two_linears(Broken())
-    assert found.states == {"parameters": 8 * COUNT, "gradients": 8 * COUNT, "optimizer": 16 * COUNT}
-    assert found.predictions[0].step.flops == 6 * FORWARD - FORWARD // 2
+    estimated = of_two_linears(Broken())
+    assert estimated.states == {"parameters": 8 * COUNT, "gradients": 8 * COUNT, "optimizer": 16 * COUNT}
+    assert estimated.predictions[0].step.flops == 6 * FORWARD - FORWARD // 2
 
 
 def test_a_model_that_trains_nothing():
@@ -394,8 +394,8 @@ def test_the_largest_models_of_figure_6a(
     The model of ZeRO-Inf-CPU is left out: the table calls 125 layers of 8192 a model of 70B, and they are 100B.
     """
     only(*filter(None, (too_small, fitting)))
-    found = estimate(transformer(layers, hidden, heads, batch), DGX_2)
-    assert by_preset(found)[fitting].fits and found.chosen is by_preset(found)[fitting]
+    estimated = estimate(transformer(layers, hidden, heads, batch), DGX_2)
+    assert by_preset(estimated)[fitting].fits and estimated.chosen is by_preset(estimated)[fitting]
 
 
 @pytest.mark.slow
@@ -436,9 +436,9 @@ def test_transfers_and_tiles_are_as_small_as_they_must_be(only):
 def test_nothing_fits(only):
     only("infinity-cpu", "nvme")
     tiny = replace(FOUR, nvme=replace(FOUR.nvme, capacity=1 << 20), host=replace(FOUR.host, capacity=1 << 20))
-    found = estimate(transformer(2, 512, 8, sequence=32), tiny)
-    assert found.chosen is None and found.needs == () and found.saves is None
-    assert [one.exceeded for one in found.predictions] == [("host",), ("host", "nvme")]
+    estimated = estimate(transformer(2, 512, 8, sequence=32), tiny)
+    assert estimated.chosen is None and estimated.needs == () and estimated.saves is None
+    assert [prediction.exceeded for prediction in estimated.predictions] == [("host",), ("host", "nvme")]
 
 
 # Time and wear, on a machine whose figures are round
@@ -464,16 +464,16 @@ LOADED = 12 * 2 * 64**2
 
 def test_a_step_on_a_round_machine(only):
     only("nvme")
-    (found,) = estimate(LOAD, ROUND).predictions
-    step = found.step
+    (prediction,) = estimate(LOAD, ROUND).predictions
+    step = prediction.step
     assert step.overlapped <= step.serial == pytest.approx(sum(step.seconds.values()))
     assert step.seconds["compute"] > step.flops / 1e9
     # Half of 100 bytes per second and of 50.
     states = step.moved["optimizer states: NVMe"]
     assert states.seconds == pytest.approx(14 / 2 * LOADED / 50e6 + 14 / 2 * LOADED / 25e6)
-    assert found.disk_written == 16 * LOADED
-    assert found.written_per_day == pytest.approx(16 * LOADED / step.overlapped * 86400)
-    assert found.days == pytest.approx(10**15 / found.written_per_day)
+    assert prediction.disk_written == 16 * LOADED
+    assert prediction.written_per_day == pytest.approx(16 * LOADED / step.overlapped * 86400)
+    assert prediction.days == pytest.approx(10**15 / prediction.written_per_day)
     unknown = replace(ROUND, nvme=replace(ROUND.nvme, endurance=None))
     (worn,) = estimate(LOAD, unknown).predictions
     assert worn.days is None and worn.written_per_day > 0
@@ -483,12 +483,12 @@ def test_checkpoints_on_disk(only):
     """With 2 bytes for each parameter, and 12 of states, in a node whose drives write 50 MB per second."""
     only("infinity-cpu", "infinity-nvme")
     day, whole = 86400, 14 * LOADED
-    found = estimate(LOAD, ROUND, preset="infinity-nvme", every=day / 10, kept=4).saves
-    assert found.of_one == CheckpointSizes({"float16": 2 * LOADED}, {"float32": 12 * LOADED}, in_store=whole)
-    assert (found.every, found.kept) == (day / 10, 4)
+    saves = estimate(LOAD, ROUND, preset="infinity-nvme", every=day / 10, kept=4).saves
+    assert saves.of_one == CheckpointSizes({"float16": 2 * LOADED}, {"float32": 12 * LOADED}, in_store=whole)
+    assert (saves.every, saves.kept) == (day / 10, 4)
     days = pytest.approx(10**15 / (10 * whole))
-    assert found.copied == Saving(whole, whole / 50e6, 5 * whole, pytest.approx(10 * whole), days)
-    assert found.by_generations == Saving(0, 0.0, 4 * whole, 0.0, None)
+    assert saves.copied == Saving(whole, whole / 50e6, 5 * whole, pytest.approx(10 * whole), days)
+    assert saves.by_generations == Saving(0, 0.0, 4 * whole, 0.0, None)
     states = estimate(LOAD, ROUND, preset="infinity-cpu").saves
     assert states.by_generations == states.copied  # nothing is in the store
     sizes = CheckpointSizes({"float16": 200}, {"float32": 1200}, 1200)
@@ -501,17 +501,17 @@ def test_checkpoints_on_disk(only):
 
 def test_collectives_of_several_nodes_see_the_link_between_them(only):
     only("zero-3")
-    one, several = (estimate(LOAD, replace(ROUND, nodes=nodes)).predictions[0].step for nodes in (1, 2))
-    inside, between = (step.moved["parameters, gradients: links"].seconds for step in (one, several))
+    in_one_node, in_two_nodes = (estimate(LOAD, replace(ROUND, nodes=nodes)).predictions[0].step for nodes in (1, 2))
+    inside, between = (step.moved["parameters, gradients: links"].seconds for step in (in_one_node, in_two_nodes))
     assert between == pytest.approx(inside * 75 * 3 / 2, rel=0.01)
 
 
 def test_what_a_device_lacks_nothing_of_moves_nothing(only):
     only("dp")
-    (found,) = estimate(LOAD, replace(ROUND, ranks_per_node=1)).predictions
-    assert {*found.step.seconds} == {"compute", "optimizer states: device"}
-    assert found.step.seconds["optimizer states: device"] == pytest.approx(24 * LOADED / 500e6)
-    assert found.days is None and found.written_per_day == 0
+    (prediction,) = estimate(LOAD, replace(ROUND, ranks_per_node=1)).predictions
+    assert {*prediction.step.seconds} == {"compute", "optimizer states: device"}
+    assert prediction.step.seconds["optimizer states: device"] == pytest.approx(24 * LOADED / 500e6)
+    assert prediction.days is None and prediction.written_per_day == 0
 
 
 # Bandwidth
@@ -523,8 +523,8 @@ def test_bandwidths_are_those_of_section_4(only):
     only("nvme")
     cluster = replace(DGX_2, nodes=32)
     work = transformer(128, 25600, 256, 2)
-    found = estimate(work, cluster, wanted=(0.5, 0.9), preset="nvme", optimizer=Optimizer(16))
-    needs = {need.moved: need for need in found.needs}
+    estimated = estimate(work, cluster, wanted=(0.5, 0.9), preset="nvme", optimizer=Optimizer(16))
+    needs = {need.moved: need for need in estimated.needs}
     links = needs["parameters, gradients: links"]
     assert 2 * links.bandwidths[0.5] == pytest.approx(68.36e9, rel=0.1)
     states = needs["optimizer states: host"]

@@ -91,7 +91,7 @@ def executed(compiled: Callable, *inputs: object) -> list[Plan]:
 
     with mock.patch.object(capture.Capture, "__init__", note):
         compiled(*inputs).backward()
-    return [each.plan for each in made]
+    return [captured.plan for captured in made]
 
 
 @pytest.mark.parametrize("broken", [slow(False), True])
@@ -114,7 +114,7 @@ def test_ordinary_offloaded_and_meta_models_have_one_plan(tmp_path: Path):
     assert of_meta == schedules(plan_model(torch.compile(plain), (tokens(),), placement="nvme").plans)
     stored = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
     assert of_meta == schedules(plan_model(stored, (tokens(),)).plans)
-    names = [one.name for tile in of_meta[0][0].tiles for one in tile.members]
+    names = [member.name for tile in of_meta[0][0].tiles for member in tile.members]
     assert "tokens.weight" in names and "head.weight" not in names  # tied: one parameter
     assert all(p.is_meta for p in meta.parameters())
 

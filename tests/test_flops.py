@@ -71,8 +71,8 @@ HEADS = (torch.ones(2, 4, 6, 8), torch.ones(2, 4, 10, 8), torch.ones(2, 4, 10, 8
     ],
 )
 def test_products_are_counted(call: Callable, tensors: tuple[torch.Tensor, ...], flops: int, dtype: str) -> None:
-    found = _work(lambda *given: call(*given), *tensors)
-    assert (found.flops, found.dtype) == (flops, getattr(torch, dtype)) and found.product_bytes
+    counted = _work(lambda *given: call(*given), *tensors)
+    assert (counted.flops, counted.dtype) == (flops, getattr(torch, dtype)) and counted.product_bytes
 
 
 def test_an_encoder_layer_in_one_operator_counts_as_its_parts() -> None:

@@ -170,8 +170,11 @@ def test_a_step_reads_the_packed_bytes_per_pass_and_writes_what_is_trained(tmp_p
             after = zinf_fx.stats(model)
     (plan,) = plans
     moved = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
-    traffic = [each for _, each in phases(plan)]
-    assert moved == (sum(one.nvme_to_host for one in traffic), sum(one.host_to_nvme for one in traffic))
+    traffic = [of_phase for _, of_phase in phases(plan)]
+    assert moved == (
+        sum(of_phase.nvme_to_host for of_phase in traffic),
+        sum(of_phase.host_to_nvme for of_phase in traffic),
+    )
 
     def nbytes(name: str) -> int:
         return blocks(model.get_parameter(name).stored.bytes.nbytes)

@@ -39,7 +39,7 @@ PATTERNS = {
 
 def formats(model: nn.Module) -> dict[str, str | None]:
     """Of frozen matrices that are no tables."""
-    return {name: one.quantised and one.quantised.format for name, one in base_of(model).items()}
+    return {name: parameter.quantised and parameter.quantised.format for name, parameter in base_of(model).items()}
 
 
 @pytest.mark.parametrize("how", PATTERNS)
@@ -69,10 +69,10 @@ def test_training_is_that_over_the_same_values(tmp_path: Path, how: str):
     assert formats(model) == {name: PATTERNS["two formats"][1](name) for name in formats(model)}
     plain = in_memory(built(), model)
     results = []
-    for one, call in ((plain, torch.compile(plain, backend="aot_eager")), (model, run)):
-        weights = [parameter for parameter in one.parameters() if parameter.requires_grad]
-        kind, options = (torch.optim, {"fused": True}) if one is plain else (zinf_fx.optim, {})
-        results.append(trained(one, call, kind.AdamW(weights, lr=0.1, **options)))
+    for net, call in ((plain, torch.compile(plain, backend="aot_eager")), (model, run)):
+        weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        kind, options = (torch.optim, {"fused": True}) if net is plain else (zinf_fx.optim, {})
+        results.append(trained(net, call, kind.AdamW(weights, lr=0.1, **options)))
     assert all(map(torch.equal, *results))
 
 
@@ -113,7 +113,7 @@ def test_tied_names_may_stand_in_patterns(tmp_path: Path):
 def test_a_head_that_is_left_out_can_be_trained(tmp_path: Path):
     model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype=WITHOUT_HEAD)
     model.head.requires_grad_(True)
-    optimizer = zinf_fx.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    optimizer = zinf_fx.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
     losses = trained(model, torch.compile(model, backend="zinf"), optimizer)
     assert losses[-1] < losses[0]
     with pytest.raises(StoredTensorError, match=r"or with patterns that leave this one out.*\('\*', 'nf4'\)"):
@@ -145,7 +145,9 @@ def test_a_checkpoint_and_a_base_have_the_forms(tmp_path: Path):
         with torch.device("meta"):
             base = Model()
         zinf_fx.attach_base(base, tmp_path / "saved", store=tmp_path, frozen_dtype=patterns)
-        assert [one.quantised for one in base.parameters()] == [one.quantised for one in model.parameters()]
+        assert [parameter.quantised for parameter in base.parameters()] == [
+            parameter.quantised for parameter in model.parameters()
+        ]
     for patterns in ("int8", [("layers.*", None), ("*", "nf4")]):
         with torch.device("meta"):
             base = Model()
@@ -180,7 +182,7 @@ def test_a_placement_counts_what_is_left_out_as_it_is():
     kept = kept_in_their_format(config, frozen, ())
     alone = sizes_of([model.head.weight], Config(), Groups())
     others = sizes_of(
-        [one for name, one in frozen.items() if name != "head.weight"], Config(frozen_dtype="nf4"), Groups()
+        [entry for name, entry in frozen.items() if name != "head.weight"], Config(frozen_dtype="nf4"), Groups()
     )
     assert sizes_of(list(frozen.values()), config, Groups(), kept).parameters == alone.parameters + others.parameters
 

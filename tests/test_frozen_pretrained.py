@@ -43,15 +43,15 @@ def loaded(tmp_path: Path, patterns: object) -> torch.nn.Module:
 
 
 def quantised(model: torch.nn.Module) -> set[str]:
-    return {name for name, one in model.named_parameters() if one.quantised is not None}
+    return {name for name, parameter in model.named_parameters() if parameter.quantised is not None}
 
 
 @pytest.mark.parametrize("tied", [slow(False), True])
 def test_embeddings_and_head_are_trained_after_tokens_were_added(tmp_path: Path, tied: bool):
     pretrained(tmp_path, tied)
     base = loaded(tmp_path, PATTERNS)
-    found = quantised(base)
-    assert len(found) == 14 and not [name for name in found if "lm_head" in name or "embed" in name]
+    names = quantised(base)
+    assert len(names) == 14 and not [name for name in names if "lm_head" in name or "embed" in name]
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
     assert torch.equal(base.lm_head.weight.full_tensor(), plain.lm_head.weight)
     with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def test_embeddings_and_head_are_trained_after_tokens_were_added(tmp_path: Path,
     assert head.requires_grad and head.shape == (100, 64)
     before = head.full_tensor() if hasattr(head, "full_tensor") else head.detach().clone()
     run = torch.compile(model, backend="zinf")
-    optimizer = zinf_fx.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    optimizer = zinf_fx.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     tokens = torch.arange(16).view(1, 16) + 84  # the new ones among them
     losses = []
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_what_trains_is_left_out_by_itself_of_a_model_with_adapters(tmp_path: Pa
     model = zinf_fx.offload(
         peft.get_peft_model(base, config), store=tmp_path / "store", placement="nvme", frozen_dtype="nf4"
     )
-    assert not any(one.quantised for one in model.parameters() if one.requires_grad)
+    assert not any(parameter.quantised for parameter in model.parameters() if parameter.requires_grad)
     assert {name for name in quantised(model) if "lm_head" in name} == {
         "base_model.model.lm_head.original_module.weight"
     }

@@ -69,16 +69,16 @@ MODES: dict[str, dict[str, object]] = {
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans of all graphs that are compiled from now on."""
-    found: list[Plan] = []
+    plans: list[Plan] = []
     compile_graph = Capture.compile
 
     def noted(self: Capture) -> Callable:
         compiled = compile_graph(self)
-        found.extend([self.plan] if self.plan is not None else [])
+        plans.extend([self.plan] if self.plan is not None else [])
         return compiled
 
     monkeypatch.setattr(Capture, "compile", noted)
-    return found
+    return plans
 
 
 @pytest.fixture(autouse=True)
@@ -211,13 +211,13 @@ def test_each_token_reads_what_its_plan_says(options: dict[str, object], share: 
 def test_what_stays_of_one_model_goes_when_its_twin_generates(tmp_path: Path):
     prompt = _prompt(2, 7)
     (plain, model), (_, twin) = (_twins(_llama, store=tmp_path, host_memory="4MiB") for _ in range(2))
-    for one in (model, twin):
-        one.compile(backend="zinf", dynamic=True)
+    for net in (model, twin):
+        net.compile(backend="zinf", dynamic=True)
     with torch.no_grad():
         held = []
-        for one in (model, twin, model, twin):
-            assert torch.equal(one(prompt).logits, plain(prompt).logits)
-            held.append(zinf_fx.stats(one).host_bytes)  # of both, which share their memory
+        for net in (model, twin, model, twin):
+            assert torch.equal(net(prompt).logits, plain(prompt).logits)
+            held.append(zinf_fx.stats(net).host_bytes)  # of both, which share their memory
     assert held[0] > 0 and len(set(held)) == 1
 
 
@@ -236,10 +236,10 @@ def test_training_and_generating_take_turns(placement: str, mode: type, tmp_path
     prompt = _prompt(2, 7)
     for _ in range(3):
         texts, losses = [], []
-        for one, optimizer in zip((plain, model), optimizers, strict=True):
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
             with mode():
-                texts.append(_text(one.eval(), prompt, 2, **MODES["greedy"]))
-            loss = one.train()(input_ids=prompt, labels=prompt).loss
+                texts.append(_text(net.eval(), prompt, 2, **MODES["greedy"]))
+            loss = net.train()(input_ids=prompt, labels=prompt).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -146,7 +146,7 @@ def test_the_models_own_checkpoints_and_random_numbers(tmp_path: Path, activatio
         with mock.patch.object(capture, "measured", lambda *_: capture.NOMINAL):
             given = {"plan": plan} if number else {}
             results.append(trained(model, torch.compile(model, backend="zinf", options=given)))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(*results, strict=True))
 
 
 def test_one_line_and_a_plan_each_for_training_and_evaluation(tmp_path: Path):
@@ -170,8 +170,8 @@ def test_one_line_and_a_plan_each_for_training_and_evaluation(tmp_path: Path):
     expected = plain(*batch())
     expected.backward()
     assert all(torch.equal(loss, expected) for loss in losses)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad.full_tensor(), other.grad)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), other.grad)
 
 
 class Other(Layers):

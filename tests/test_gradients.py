@@ -130,12 +130,12 @@ def projected(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer
     parameters = list(model.trunk.parameters())
     grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
     sum(losses).backward()
-    for parameter, one, other in zip(parameters, *grads, strict=True):
-        overlap = (one * other).sum().clamp(max=0)
-        parameter.grad = one + other - overlap * other / other.square().sum()
+    for parameter, gradient, other in zip(parameters, *grads, strict=True):
+        overlap = (gradient * other).sum().clamp(max=0)
+        parameter.grad = gradient + other - overlap * other / other.square().sum()
     optimizer.step()
     optimizer.zero_grad()
-    return [value for several in grads for value in several]
+    return [value for of_loss in grads for value in of_loss]
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,15 @@ def test_gradients_that_are_returned(tmp_path: Path, options: dict[str, object])
     torch.manual_seed(0)
     plain = TwoLosses()
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, **options)
-    found = []
+    results = []
     for net, run, kind in (
         (plain, plain, torch.optim.AdamW),
         (model, torch.compile(model, backend="zinf"), zinf_fx.optim.AdamW),
     ):
         optimizer = kind(net.parameters(), lr=0.1, fused=True)
         torch.manual_seed(1)
-        found.append([gradient for _ in range(3) for gradient in projected(net, run, optimizer, x())])
-    for ours, theirs in zip(*reversed(found), strict=True):
+        results.append([gradient for _ in range(3) for gradient in projected(net, run, optimizer, x())])
+    for ours, theirs in zip(*reversed(results), strict=True):
         assert torch.equal(getattr(ours, "full_tensor", lambda ours=ours: ours)(), theirs)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs)
@@ -178,9 +178,9 @@ def test_gradients_that_are_returned_leave_those_that_are_there(pair: tuple[Net,
     model.zero_grad()
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=0.1, step_in_backward=True)
     before = model.scale.full_tensor()
-    found = torch.autograd.grad(call(batch), [model.layers[0].weight, model.scale])
+    gradients = torch.autograd.grad(call(batch), [model.layers[0].weight, model.scale])
     expected = torch.autograd.grad(plain(batch), [plain.layers[0].weight, plain.scale])
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert torch.equal(ours.full_tensor(), theirs)
     assert torch.equal(model.scale.full_tensor(), before) and model.scale.grad is None
     assert not optimizer.state
@@ -243,12 +243,12 @@ def test_a_result_that_is_a_view_of_an_input_has_second_derivatives(source: str,
     model = zinf_fx.offload(Bypassed(lambda x, y: (y, VIEWS[view](x))), placement="host")
     call = torch.compile(model, backend="zinf", dynamic=False)
     x = torch.ones(4, requires_grad=True)
-    cubed, found = SOURCES[source](x), []
+    cubed, derivatives = SOURCES[source](x), []
     for _ in range(3):
         for viewed in (call(cubed)[1], VIEWS[view](cubed)):
             (gradient,) = torch.autograd.grad(viewed.sum(), x, create_graph=True)
-            found.append(torch.autograd.grad(gradient.sum(), x, retain_graph=True)[0])
-    assert all(torch.equal(one, found[0]) for one in found) and found[0].sum()
+            derivatives.append(torch.autograd.grad(gradient.sum(), x, retain_graph=True)[0])
+    assert all(torch.equal(derivative, derivatives[0]) for derivative in derivatives) and derivatives[0].sum()
 
 
 def test_a_view_of_what_another_compiled_function_computed_is_left_alone() -> None:
@@ -287,7 +287,7 @@ def test_second_derivatives_of_whatever_a_compiled_graph_wrote_are_refused(writt
     model = zinf_fx.offload(Bypassed(WRITES[written]), placement="host")
     batch = GIVEN[given](torch.ones(4, requires_grad=True))
     results = torch.compile(model, backend="zinf", dynamic=False)(batch)
-    tensors = [one for one in [batch, *tree_leaves(results)] if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in [batch, *tree_leaves(results)] if isinstance(leaf, torch.Tensor)]
     if written == "results":
         del tensors[0]
     for tensor in tensors:

@@ -47,8 +47,8 @@ def test_parameters_that_are_alike_share_what_is_compared(tmp_path: Path) -> Non
     """And so do the copies of it that Dynamo keeps."""
     of = [{"placement": "host"}, {"placement": "host"}, {"placement": "nvme"}]
     models = [zinf_fx.offload(Net(), store=tmp_path, **options) for options in of]
-    kinds = [[one.__tensor_flatten__()[1] for one in model.parameters()] for model in models]
-    assert [len(set(map(id, several))) for several in kinds] == [1, 1, 1]
+    kinds = [[parameter.__tensor_flatten__()[1] for parameter in model.parameters()] for model in models]
+    assert [len(set(map(id, of_model))) for of_model in kinds] == [1, 1, 1]
     assert kinds[0][0] is kinds[1][0] != kinds[2][0]
     assert copy.deepcopy(tree_map_only(torch.SymInt, str, kinds[0][0])) is kinds[0][0]
     other = models[0].scale.detach().view(2, -1)

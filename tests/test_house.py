@@ -14,8 +14,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 def test_modules_that_prose_names_are_where_it_says():
     """Of `folder.module`, where some folder and some module are called so."""
     modules = [path.relative_to(ROOT).with_suffix("").parts for path in FILES]
-    folders, names = {folder for one in modules for folder in one[:-1]}, {one[-1] for one in modules}
-    ends = {one[start:] for one in modules for start in range(len(one))}
+    folders, names = {folder for module in modules for folder in module[:-1]}, {module[-1] for module in modules}
+    ends = {module[start:] for module in modules for start in range(len(module))}
     lost = []
     for path in FILES:
         for named in re.findall(r"`(\w+(?:\.\w+)+)", path.read_text()):

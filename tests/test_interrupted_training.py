@@ -102,12 +102,12 @@ class Training:
         if self.optimizer.torn is not None:
             self._repair()
             outcome = "torn"
-        elif not as_expected(found := self._found(), self._expected()):
+        elif not as_expected(actual := self._found(), self._expected()):
             self.plain_step()
             outcome, expected = "after", self._expected()
-            assert as_expected(found, expected, self.tolerance), f"{when}: neither as before nor as after the step"
-            for one, other in zip(found, expected, strict=True):
-                other.copy_(one)
+            assert as_expected(actual, expected, self.tolerance), f"{when}: neither as before nor as after the step"
+            for tensor, other in zip(actual, expected, strict=True):
+                other.copy_(tensor)
         assert came or outcome == "after", f"{when}: no step, and no interrupt"
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if outcome == "after" and self.outcomes["after"] % _STEPS == 0:
@@ -140,8 +140,8 @@ class Training:
                 stored.copy_(plain)
 
 
-def as_expected(found: State, expected: State, tolerance: float = 0.0) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(found, expected, strict=True))
+def as_expected(actual: State, expected: State, tolerance: float = 0.0) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(actual, expected, strict=True))
 
 
 def _elementwise(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,19 +175,19 @@ def test_an_interrupt_in_a_plain_step(tmp_path: Path):
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
-    optimizer, reference = (torch.optim.RMSprop(each.parameters(), lr=1e-2) for each in (model, plain))
+    optimizer, reference = (torch.optim.RMSprop(net.parameters(), lr=1e-2) for net in (model, plain))
     x, number, going, outcomes = torch.randn(4, 8), 1, True, {True: 0, False: 0}
     while going:
-        for each in (model, plain):
-            each(x).square().mean().backward()
+        for net in (model, plain):
+            net(x).square().mean().backward()
         came, lines = interrupted_at(number, optimizer.step)
         optimizer.zero_grad()
         changed = not torch.equal(model.weight.full_tensor(), plain.weight)
         if changed:
             reference.step()
         reference.zero_grad()
-        for stored, each in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(stored.full_tensor(), each), f"line {number}"
+        for stored, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(stored.full_tensor(), parameter), f"line {number}"
         assert came or changed
         outcomes[changed] += 1
         going = lines == number
@@ -280,7 +280,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     # C++'s library beside the sanitizer's, which looks for its exceptions when it is loaded.
     names = ("libasan.so", "libstdc++.so")
     commands = (["cc", f"-print-file-name={name}"] for name in names)
-    libraries = [subprocess.run(one, capture_output=True, text=True).stdout.strip() for one in commands]
+    libraries = [subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in commands]
     if not all(Path(library).is_absolute() for library in libraries):
         pytest.skip("the compiler's sanitizer library is not installed")
     assert built.returncode == 0, built.stderr

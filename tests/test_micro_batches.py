@@ -95,13 +95,13 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def loop(model: nn.Module, count: int, *batch: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """What plain PyTorch does: a backward pass for each micro-batch. Returns losses and logits."""
-    found = []
-    for number, part in enumerate(zip(*(one.chunk(count) for one in batch), strict=True), start=1):
+    results = []
+    for number, part in enumerate(zip(*(tensor.chunk(count) for tensor in batch), strict=True), start=1):
         with nullcontext() if number == count else no_sync(model):
             loss, logits = model(*part)
             (loss * scale if scale else loss / count).backward()
-        found.append((loss.detach(), logits.detach()))
-    return torch.stack([loss for loss, _ in found]), torch.cat([logits for _, logits in found])
+        results.append((loss.detach(), logits.detach()))
+    return torch.stack([loss for loss, _ in results]), torch.cat([logits for _, logits in results])
 
 
 def twin_of(plain: nn.Module, store: Path | None, **options: Any) -> tuple[nn.Module, Callable[..., Any]]:
@@ -148,7 +148,7 @@ def equals_the_loop(rank: int, count: int, options: dict[str, Any], tied: bool =
         assert torch.allclose(loss, losses.mean(), rtol=1e-6)
         assert_same_gradients(twin, plain, same)
         if alone:  # several ranks sum the norms of shards
-            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (twin, plain)]
+            norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5) for net in (twin, plain)]
             assert torch.equal(*norms)
         for optimizer in (ours, theirs):
             optimizer.step()
@@ -156,8 +156,8 @@ def equals_the_loop(rank: int, count: int, options: dict[str, Any], tied: bool =
         if not alone:
             ours.finish()
         sent = zinf_fx.stats(twin).sent_bytes - before
-    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
-        assert same(one.full_tensor(), other), name
+    for (name, parameter), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert same(parameter.full_tensor(), other), name
     return sent
 
 
@@ -210,18 +210,18 @@ def planned_in_groups(group: object, activations: object) -> Plan:
 @pytest.mark.slow
 def test_groups_compute_with_less_and_move_the_same() -> None:
     """What a layer computes again for backward is there of one micro-batch at a time, its tiles of all of them."""
-    found = {}
+    figures = {}
     for group in (1, "auto", 100):
         plan = planned_in_groups(group, 1)
         values = max(operator.values for operator in plan.graphs[1].operators)
-        moved = sum(each.nvme for _, each in phases(plan))
+        moved = sum(traffic.nvme for _, traffic in phases(plan))
         tiles = max(flow.device + flow.host for flow in flows(plan, plan.graphs[1]))
-        found[group] = values, moved, tiles, len(plan.graphs[1].operators)
+        figures[group] = values, moved, tiles, len(plan.graphs[1].operators)
         assert ("4 micro-batches by groups of " in render(plan)) == (group != 1)
-    assert found["auto"][0] < 0.7 * found[1][0]
-    assert found["auto"][1] <= found[1][1]
-    assert found[1][2] < found["auto"][2] < found[100][2]
-    assert 1 == found[100][3] < found["auto"][3] < found[1][3]
+    assert figures["auto"][0] < 0.7 * figures[1][0]
+    assert figures["auto"][1] <= figures[1][1]
+    assert figures[1][2] < figures["auto"][2] < figures[100][2]
+    assert 1 == figures[100][3] < figures["auto"][3] < figures[1][3]
 
 
 @pytest.mark.parametrize(("activations", "part"), [slow(1, 0.25), slow("recompute", 0.96), slow(2, 0.1)])
@@ -279,10 +279,10 @@ def test_the_plan_decides(
             if size in (4, 1):
                 plain.zero_grad()
                 parts = count if size > 1 else 1
-                for part in zip(*(one[:size].chunk(parts) for one in batch), strict=True):
+                for part in zip(*(tensor[:size].chunk(parts) for tensor in batch), strict=True):
                     (plain(*part) / parts).backward()
                 assert_same_gradients(twin, plain)
-    said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("micro_batches auto: ")]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("micro_batches auto: ")]
     assert said[0] == f"micro_batches auto: {division.reason}" and len(said) == 2
     with torch.no_grad():
         compiled(*(x[:3] for x in batch))
@@ -291,13 +291,13 @@ def test_the_plan_decides(
 @pytest.mark.parametrize("others", [(), slow((torch.ones(LENGTH, LENGTH).tril(),))], ids=["places", "mask"])
 def test_a_batch_of_one_sample_stays_whole(others: tuple[Tensor, ...]) -> None:
     """Dynamo fixes a size of 1. The length, which other arguments have in their first dimension, is no batch's."""
-    found = plan_model(Placed(4, 4), (*one_sample(), *others), placement="nvme", micro_batches="auto")
-    assert found.divisions == [] and found.plans[0].config.micro_batches == 1
+    planning = plan_model(Placed(4, 4), (*one_sample(), *others), placement="nvme", micro_batches="auto")
+    assert planning.divisions == [] and planning.plans[0].config.micro_batches == 1
 
 
 class Means(nn.Linear):
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.weight.sum() * sum(one.mean() for one in inputs)
+        return self.weight.sum() * sum(tensor.mean() for tensor in inputs)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +313,11 @@ def test_which_size_is_the_batch(
     shapes: list, micro_batches: object, marked: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Beside a tensor that has one row, which may be a sample, or for all samples."""
-    found = []
+    sizes = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
         config = Config(placement="nvme", micro_batches=micro_batches)
-        found.append(batch_size(module, graph_inputs(module, inputs, inputs), config))
+        sizes.append(batch_size(module, graph_inputs(module, inputs, inputs), config))
         return module.forward
 
     tensors = [torch.ones(shape) for shape in shapes]
@@ -325,7 +325,7 @@ def test_which_size_is_the_batch(
         torch._dynamo.maybe_mark_dynamic(tensors[0], 0)
     with caplog.at_level("INFO", "zinf_fx"):
         torch.compile(Means(4, 4), backend=backend, dynamic=None if marked else True)(*tensors)
-    assert found == [size]
+    assert sizes == [size]
     assert ("taken for one sample" in caplog.text) == (size == 1)
 
 
@@ -390,7 +390,7 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
     options = {"micro_batches": micro_batches, "device_memory": "44KiB", "tile": None, "store": tmp_path}
     compiled = torch.compile(twin, backend="zinf", dynamic=True, options=options)
     compiled(*batch)[0].backward()  # finds ordinary parameters
-    assert all(isinstance(one, zinf_fx.StoredTensor) for one in twin.parameters())
+    assert all(isinstance(parameter, zinf_fx.StoredTensor) for parameter in twin.parameters())
     twin.zero_grad()
     with followed_plans(twin) as plans:
         compiled(*batch)[0].backward()
@@ -408,10 +408,10 @@ def test_groups_accumulate(tmp_path: Path, group: int) -> None:
     twin, compiled = twin_of(plain, tmp_path, micro_batches=group)
     batch = tokens(8)
     loop(plain, 8, *batch)
-    for part in zip(*(one.chunk(8 // group) for one in batch), strict=True):
+    for part in zip(*(tensor.chunk(8 // group) for tensor in batch), strict=True):
         (compiled(*part)[0] * group / 8).backward()
-    for (name, one), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-4, atol=1e-7, msg=name)
+    for (name, parameter), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_a_tied_weight_has_both_gradients_summed_by_themselves(tmp_path: Path) -> None:
@@ -526,10 +526,10 @@ def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
         after = zinf_fx.stats(twin)
         (plans[count],) = followed
         moved[count] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
-    one, two = plans[1], plans[2]
-    assert ", 2 micro-batches" in render(two)
-    assert [traffic for _, traffic in phases(two)] == [traffic for _, traffic in phases(one)]
-    assert [len(graph.events) for graph in two.graphs] == [len(graph.events) for graph in one.graphs]
+    whole, halves = plans[1], plans[2]
+    assert ", 2 micro-batches" in render(halves)
+    assert [traffic for _, traffic in phases(halves)] == [traffic for _, traffic in phases(whole)]
+    assert [len(graph.events) for graph in halves.graphs] == [len(graph.events) for graph in whole.graphs]
     # The head of the next step may have been fetched when the step is over, or not.
     assert moved[2] == pytest.approx(moved[1], rel=0.2)
 
@@ -560,7 +560,7 @@ def test_tensors_of_a_second_size_are_one_batch(tmp_path: Path) -> None:
         batch = [torch.randint(0, WORDS, (count * PART, 31)) for _ in range(2)]
         plain.zero_grad()
         twin.zero_grad()
-        for part in zip(*(one.chunk(2) for one in batch), strict=True):
+        for part in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
             (plain(*part) / 2).backward()
         compiled(*batch).backward()
         assert_same_gradients(twin, plain)
@@ -646,7 +646,9 @@ def test_refused(model: nn.Module, inputs: tuple, options: dict, dynamic: bool, 
     )
     with pytest.raises(ConfigError, match=expected):
         compiled(*inputs)
-    assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters()), "nothing was changed"
+    assert not any(isinstance(parameter, zinf_fx.StoredTensor) for parameter in model.parameters()), (
+        "nothing was changed"
+    )
 
 
 @pytest.mark.parametrize("marked", [True, slow(False)])

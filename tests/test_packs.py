@@ -64,8 +64,8 @@ def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimize
     assert mine.keys() == plain.keys()
     for key, state in plain.items():
         for name, value in state.items():
-            found = mine[key][name]
-            assert torch.equal(found.full_tensor() if isinstance(found, StoredTensor) else found, value), (key, name)
+            actual = mine[key][name]
+            assert torch.equal(actual.full_tensor() if isinstance(actual, StoredTensor) else actual, value), (key, name)
 
 
 def transfers(model: nn.Module) -> int:
@@ -81,7 +81,7 @@ STATES_LEAVE = {"parameters": "device", "gradients": "nvme", "optimizer": "nvme"
         ("nvme", False),
         ("infinity-nvme", True),
         (STATES_LEAVE, False),
-        *(slow(*each) for each in (("nvme", True), ("infinity-nvme", False), (STATES_LEAVE, True))),
+        *(slow(*case) for case in (("nvme", True), ("infinity-nvme", False), (STATES_LEAVE, True))),
     ],
     ids=str,
 )
@@ -133,9 +133,9 @@ def test_what_is_kept_of_a_gradient_keeps_its_values(tmp_path: Path, placement: 
     for _ in range(3):
         call(x()).backward()
         kept += [model.layers[0].weight.grad.detach(), model.layers[1].bias.grad[:3]]
-        values += [one.full_tensor() for one in kept[-2:]]
+        values += [tensor.full_tensor() for tensor in kept[-2:]]
         model.zero_grad()
-    assert all(map(torch.equal, (one.full_tensor() for one in kept), values))
+    assert all(map(torch.equal, (tensor.full_tensor() for tensor in kept), values))
     assert not torch.equal(values[0], values[2])
     kept.clear()
     call(x()).backward()
@@ -186,11 +186,11 @@ def test_each_kind_of_device_has_packs_of_its_own_size() -> None:
     """Of what is copied to a device with memory of its own, more moves together."""
     sizes = {"a": "cpu", "b": "cpu", "c": "cpu", "x": "meta", "y": "meta", "z": "meta"}
     parameters = {name: nn.Parameter(torch.empty(1 << 19, device=device)) for name, device in sizes.items()}
-    forms = {name: Form.of(one) for name, one in parameters.items()}
+    forms = {name: Form.of(parameter) for name, parameter in parameters.items()}
     configs = dict.fromkeys(sizes, zinf_fx.Config(placement="nvme"))
     for names in ("abcxyz", "xyzabc"):
-        found = packs_of({name: parameters[name] for name in names}, forms, configs)
-        assert sorted(found) == [["a", "b"], ["x", "y", "z"]]
+        packs = packs_of({name: parameters[name] for name in names}, forms, configs)
+        assert sorted(packs) == [["a", "b"], ["x", "y", "z"]]
 
 
 class Side:
@@ -222,11 +222,11 @@ class Side:
 
     def values(self) -> list[Tensor]:
         """Parameters, and their states."""
-        found = list(self.model.parameters())
+        tensors = list(self.model.parameters())
         for optimizer in self.optimizers:
             states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-            found += [state[name] for state in states for name in sorted(state)]
-        return [t.full_tensor() if isinstance(t, StoredTensor) else t for t in found]
+            tensors += [state[name] for state in states for name in sorted(state)]
+        return [t.full_tensor() if isinstance(t, StoredTensor) else t for t in tensors]
 
 
 def accumulated(options: dict[str, Any] | None, batches: Sequence) -> Side:
@@ -423,8 +423,8 @@ def test_a_plan_with_packs_is_exported_and_followed(tmp_path: Path, size: int) -
     plan.save(path)
     assert zinf_fx.load_plan(path) == plan
     following = partial(training.differences, pack="auto", plan=path)
-    for found in on_ranks(size, following, ["infinity-nvme"], training.Loop(2)):
-        assert found == [0.0]
+    for apart in on_ranks(size, following, ["infinity-nvme"], training.Loop(2)):
+        assert apart == [0.0]
 
 
 def test_counts_that_are_copied_for_the_update_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

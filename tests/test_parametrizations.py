@@ -89,17 +89,17 @@ def adapted() -> nn.Module:
 
 def losses(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int = 2) -> list[Tensor]:
     """Train every parameter that has a gradient by plain arithmetic."""
-    x, found = torch.linspace(-1, 1, 24).view(3, 8), []
+    x, results = torch.linspace(-1, 1, 24).view(3, 8), []
     for _ in range(steps):
         loss = run(x).square().mean()
         loss.backward()
-        found.append(loss.detach().clone())
+        results.append(loss.detach().clone())
         for parameter in model.parameters():
             if (gradient := parameter.grad) is not None:
                 value = gradient.full_tensor() if isinstance(gradient, StoredTensor) else gradient
                 parameter.data.sub_(value, alpha=0.1)
                 parameter.grad = None
-    return found
+    return results
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -133,7 +133,7 @@ def test_a_parametrization_for_the_time_of_a_call(tmp_path: Path, stored: str) -
 def test_a_parametrization_is_registered_and_removed(tmp_path: Path, kind: type[Doubled], when: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    found = []
+    runs = []
     for backend in ("aot_eager", "zinf"):
         torch.compiler.reset()
         model = copy.deepcopy(plain)
@@ -150,8 +150,8 @@ def test_a_parametrization_is_registered_and_removed(tmp_path: Path, kind: type[
             results += losses(model, run)
         results += values(model)
         parametrize.remove_parametrizations(model[0], "weight")
-        found.append([*results, *losses(model, run), *values(model)])
-    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1])
+        runs.append([*results, *losses(model, run), *values(model)])
+    assert all(map(torch.equal, *runs)) and len(runs[0]) == len(runs[1])
 
 
 class GivenUp(nn.Module):

@@ -132,10 +132,10 @@ def test_training_is_that_of_plain_pytorch(tmp_path: Path, name: str, how: Calla
         assert torch.equal(mine.full_tensor(), theirs), name
     rules = zinf_fx.Config(placement=placement).placement
     expected = {name: rules.of(name, parameter) for name, parameter in model.named_parameters()}
-    assert {name: one.base.config.placement for name, one in model.named_parameters()} == expected
-    assert all(one.base.tier == expected[name].parameters for name, one in model.named_parameters())
+    assert {name: parameter.base.config.placement for name, parameter in model.named_parameters()} == expected
+    assert all(parameter.base.tier == expected[name].parameters for name, parameter in model.named_parameters())
     (plan,) = plans
-    lives = {one.name: tile for tile in plan.tiles for one in tile.members or (tile,)}
+    lives = {member.name: tile for tile in plan.tiles for member in tile.members or (tile,)}
     for name, parameter in model.named_parameters():
         own, tile = expected[name], lives[name]
         states = (own.gradients, own.optimizer) if parameter.requires_grad else (None, None)
@@ -146,16 +146,16 @@ def test_training_is_that_of_plain_pytorch(tmp_path: Path, name: str, how: Calla
 def check_bytes(plan: zinf_fx.Plan, model: Net, placements: dict[str, Placement]) -> None:
     """What the plan says that lives in each memory is the sum over the parameters."""
     for tier in ("device", "host", "nvme"):
-        found = {"parameters": 0, "gradients": 0, "states": 0}
-        for name, one in model.named_parameters():
+        by_state = {"parameters": 0, "gradients": 0, "states": 0}
+        for name, parameter in model.named_parameters():
             own = placements[name]
-            found["parameters"] += blocks(one.nbytes) * (own.parameters == tier)
-            if one.requires_grad:
-                found["gradients"] += blocks(one.nbytes) * (own.gradients == tier)
-                of_states = sum(blocks(one.numel() * nbytes) for nbytes in AdamStates(4).bytes_each)
-                found["states"] += of_states * (own.optimizer == tier)
+            by_state["parameters"] += blocks(parameter.nbytes) * (own.parameters == tier)
+            if parameter.requires_grad:
+                by_state["gradients"] += blocks(parameter.nbytes) * (own.gradients == tier)
+                of_states = sum(blocks(parameter.numel() * nbytes) for nbytes in AdamStates(4).bytes_each)
+                by_state["states"] += of_states * (own.optimizer == tier)
         use = living_on(tier, plan.tiles, plan.stage)
-        assert {state: getattr(use, state) for state in found} == found, tier
+        assert {state: getattr(use, state) for state in by_state} == by_state, tier
 
 
 @pytest.mark.parametrize("name", [slow("adapters on the device"), "spread", slow("by functions")])
@@ -175,8 +175,8 @@ def test_a_plan_of_it_is_saved_followed_and_shown(tmp_path: Path, name: str) -> 
     other = zinf_fx.offload(build(), plan.config, store=tmp_path)
     call = torch.compile(other, backend="zinf", options={"plan": plan})
     assert train(call, other, zinf_fx.optim.AdamW) == losses
-    assert [one.base.config.placement for one in other.parameters()] == [
-        one.base.config.placement for one in model.parameters()
+    assert [parameter.base.config.placement for parameter in other.parameters()] == [
+        parameter.base.config.placement for parameter in model.parameters()
     ]
     text = zinf_fx.explain(other, batch())
     counts = [line for line in text.splitlines() if " on nvme" in line or " on device" in line or " on host" in line]
@@ -199,7 +199,7 @@ def test_another_plan_than_the_rules_ask_for_is_refused(tmp_path: Path, others: 
     model, call = in_one_line(adapted(), others, tmp_path, plan=plan)
     with pytest.raises(PlanError, match=says):
         call(batch())
-    assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters())
+    assert not any(isinstance(parameter, zinf_fx.StoredTensor) for parameter in model.parameters())
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -228,7 +228,7 @@ def test_rules_for_another_model_are_refused(tmp_path: Path, name: str, how: Cal
         _, call = how(model, placement, tmp_path)
         call(batch())
     assert all(part in str(refused.value) for part in parts), str(refused.value)
-    assert not any(isinstance(one, zinf_fx.StoredTensor) for one in model.parameters())
+    assert not any(isinstance(parameter, zinf_fx.StoredTensor) for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -278,7 +278,7 @@ def test_adapters_beside_a_base_that_is_stored_already(tmp_path: Path) -> None:
         zinf_fx.offload(layer.base, store=tmp_path, placement="nvme")
     model, call = offloaded(model, ADAPTERS, tmp_path)
     assert train(call, model, zinf_fx.optim.AdamW) == losses
-    assert {name: one.base.tier for name, one in model.named_parameters()} == {
+    assert {name: parameter.base.tier for name, parameter in model.named_parameters()} == {
         name: "device" if "lora" in name else "nvme" for name, _ in model.named_parameters()
     }
 
@@ -288,7 +288,7 @@ def test_what_no_graph_uses_has_its_place_too(tmp_path: Path) -> None:
     model.unused_lora, model.unused = nn.Linear(4, 4), nn.Linear(4, 4)
     _, call = in_one_line(model, ADAPTERS, tmp_path)
     call(batch())
-    tiers = {name: one.base.tier for name, one in model.named_parameters()}
+    tiers = {name: parameter.base.tier for name, parameter in model.named_parameters()}
     assert tiers["unused_lora.weight"] == "device" and tiers["unused.weight"] == "nvme"
 
 
@@ -303,8 +303,8 @@ def test_auto_leaves_what_trains_on_the_device_beside_a_frozen_base(
         model, call = how(adapted(256), "auto", tmp_path, device_memory="512KiB")
         with followed_plans(model) as plans:
             assert train(call, model, zinf_fx.optim.AdamW) == losses
-    own = {name: one.base.config.placement for name, one in model.named_parameters()}
-    assert all(one == Placement("device" if "lora" in name else "nvme") for name, one in own.items())
+    own = {name: parameter.base.config.placement for name, parameter in model.named_parameters()}
+    assert all(placement == Placement("device" if "lora" in name else "nvme") for name, placement in own.items())
     (line,) = [message for message in caplog.messages if message.startswith("placement auto")]
     assert "frozen parameters (771.0 KiB) on nvme, trained ones (24.0 KiB) on device, gradients (24.0 KiB) on" in line
     check_bytes(plans[0], model, own)
@@ -317,17 +317,17 @@ def test_auto_counts_a_frozen_base_as_it_is_stored(tmp_path: Path, how: Callable
     model, call = how(adapted(256), "auto", tmp_path, device_memory="512KiB", frozen_dtype=frozen_dtype)
     call(batch(256))
     bases = [layer.base.weight for layer in model.layers]
-    assert {one.base.tier if isinstance(one, zinf_fx.StoredTensor) else "device" for one in bases} == {place}
+    assert {base.base.tier if isinstance(base, zinf_fx.StoredTensor) else "device" for base in bases} == {place}
 
 
 def test_auto_counts_a_table_in_full() -> None:
     """A table of embeddings is stored as it is, and other matrices of its size are not."""
-    found = []
+    counted = []
     for module in (nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)):
         tables = tables_of([module])
         sizes = sizes_of([module.weight.requires_grad_(False)], zinf_fx.Config(frozen_dtype="int8"), Groups(), tables)
-        found.append(sizes.parameters)
-    assert found == [64 * 64 * 4, 64 * (64 + 4)]
+        counted.append(sizes.parameters)
+    assert counted == [64 * 64 * 4, 64 * (64 + 4)]
 
 
 def test_what_is_in_common() -> None:

@@ -88,8 +88,8 @@ def test_disorder_changes_no_value_and_passes(
     for disordered in (False, False, True, False, False, False):
         before = displaced(model)
         batches = [x(), x()]
-        for one in (plain, call):
-            disorder(one, batches) if disordered else one(batches[0]).backward()
+        for net in (plain, call):
+            disorder(net, batches) if disordered else net(batches[0]).backward()
         assert_same_gradients(model, plain)
         for optimizer in optimizers:
             optimizer.step()
@@ -114,8 +114,8 @@ def test_two_models_share_an_arena(tmp_path: Path) -> None:
         batch = x()
         expected = [plain(batch) for plain in plains]
         losses = [call(batch) for call in calls]
-        for one, other in zip(expected, losses, strict=True):
-            one.backward()
+        for loss, other in zip(expected, losses, strict=True):
+            loss.backward()
             other.backward()
         for model, plain in zip(models, plains, strict=True):
             assert_same_gradients(model, plain)

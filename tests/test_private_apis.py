@@ -129,8 +129,8 @@ NAMES: dict[str, str] = {
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_function(path: str) -> None:
     parameters, user = FUNCTIONS[path]
-    found = inspect.signature(_find(path, user)).parameters
-    assert set(parameters) <= set(found), _broken(f"{path} takes {tuple(found)}; {user} gives {parameters}")
+    taken = inspect.signature(_find(path, user)).parameters
+    assert set(parameters) <= set(taken), _broken(f"{path} takes {tuple(taken)}; {user} gives {parameters}")
 
 
 @pytest.mark.parametrize("path", NAMES)
@@ -142,10 +142,12 @@ def test_swapping_implementations_keeps_the_object() -> None:
     """frontend/offload.py: an object's value, gradient and history become another's, though weak references exist."""
     import weakref
 
-    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
-    reference = weakref.ref(one)
-    torch._C._swap_tensor_impl(one, other)
-    assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0] and reference() is one, _broken("_swap_tensor_impl")
+    parameter, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
+    reference = weakref.ref(parameter)
+    torch._C._swap_tensor_impl(parameter, other)
+    assert parameter.tolist() == [1, 1, 1] and other.tolist() == [0, 0] and reference() is parameter, _broken(
+        "_swap_tensor_impl"
+    )
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -193,7 +195,7 @@ def test_the_node_that_runs_leads_to_the_leaves() -> None:
     leaf = torch.ones(2, requires_grad=True)
     leaf.grad = torch.ones(2).as_subclass(Sum)
     Twice.apply(leaf).sum().backward()
-    assert len(seen) == 2 and all(one is leaf for one in seen), broken
+    assert len(seen) == 2 and all(variable is leaf for variable in seen), broken
     assert torch._C._current_autograd_node() is None, broken
 
 
@@ -311,10 +313,10 @@ def test_placeholders_have_a_source(captured: SimpleNamespace) -> None:
 
 def test_sources_tell_what_comes_with_a_call() -> None:
     """graph_inputs.py: a model's buffers, and tensors that are its attributes, are inputs of the graph too."""
-    found = []
+    sources = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.extend(node._dynamo_source for node in module.graph.find_nodes(op="placeholder"))
+        sources.extend(node._dynamo_source for node in module.graph.find_nodes(op="placeholder"))
         return module.forward
 
     class Model(torch.nn.Module):
@@ -328,8 +330,8 @@ def test_sources_tell_what_comes_with_a_call() -> None:
 
     torch._dynamo.reset()
     torch.compile(torch.nn.Sequential(Model())[0], backend=backend)(torch.ones(2), y=torch.ones(2))
-    local = [source.guard_source is GuardSource.LOCAL for source in found]
-    assert len(found) == 4 and sum(local) == 2, _broken(f"Source.guard_source of {found}: {local}")
+    local = [source.guard_source is GuardSource.LOCAL for source in sources]
+    assert len(sources) == 4 and sum(local) == 2, _broken(f"Source.guard_source of {sources}: {local}")
 
 
 def test_nodes_are_described(captured: SimpleNamespace) -> None:
@@ -458,23 +460,25 @@ def test_inputs_that_overlap_are_refused_in_these_words() -> None:
 def _find(path: str, user: str) -> Any:
     """What `path` names, however much of it is a module."""
     parts = path.split(".")
-    found = import_module(parts[0])
+    value = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
-        if hasattr(found, part):
-            found = getattr(found, part)
+        if hasattr(value, part):
+            value = getattr(value, part)
             continue
         try:
-            found = import_module(".".join(parts[:depth]))
+            value = import_module(".".join(parts[:depth]))
         except ImportError:
             pytest.fail(_broken(f"{path} is gone: {user}"))
-    return found
+    return value
 
 
 def _broken(what: str) -> str:
     return f"torch {torch.__version__} changed what zinf_fx relies on: {what}"
 
 
-LISTING = [one for one in vars(torch.optim).values() if isinstance(one, type) and hasattr(one, "_init_group")]
+LISTING = [
+    member for member in vars(torch.optim).values() if isinstance(member, type) and hasattr(member, "_init_group")
+]
 
 
 @pytest.mark.parametrize("kind", LISTING)

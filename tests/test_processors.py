@@ -41,8 +41,8 @@ def server(root: Path) -> Path:
 def test_cores_count_once_and_nodes_are_those_of_the_allowed(
     tmp_path: Path, allowed: list[int], expected: Processors
 ) -> None:
-    found = processors(server(tmp_path), allowed)
-    assert found == expected and found.busy_threads == expected.cores and found.runnable_threads == expected.count
+    counted = processors(server(tmp_path), allowed)
+    assert counted == expected and counted.busy_threads == expected.cores and counted.runnable_threads == expected.count
 
 
 QUOTAS = {
@@ -77,8 +77,8 @@ QUOTAS = {
 def test_quotas_of_control_groups(
     tmp_path: Path, files: dict[str, str], quota: float, source: str, threads: int
 ) -> None:
-    found = processors(made(server(tmp_path), files), range(16))
-    assert found.quota == Quota(quota, str(tmp_path / GROUP / source)) and found.busy_threads == threads
+    counted = processors(made(server(tmp_path), files), range(16))
+    assert counted.quota == Quota(quota, str(tmp_path / GROUP / source)) and counted.busy_threads == threads
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_tiles_of_rows_are_dequantised_by_themselves(tmp_path: Path):
     model, plain = attached(tmp_path, pack=None, tile="16KiB"), Model().to(BF16)
     plain.load_state_dict(values)
     explained = str(zinf_fx.explain(model, torch.arange(5)))
-    assert all(one in explained for one in ("blocks.weight[0:67]", "experts[0:1]", "dequantize, matmul"))
+    assert all(text in explained for text in ("blocks.weight[0:67]", "experts[0:1]", "dequantize, matmul"))
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend="zinf")(torch.arange(5)), plain(torch.arange(5)))
 
@@ -224,9 +224,9 @@ def test_a_checkpoint_is_converted_to_the_values(tmp_path: Path, monkeypatch: py
     assert main(["checkpoint", "convert", str(tmp_path / "saved"), *to_dcp]) == 0
     states = {"model": {name: torch.zeros_like(value) for name, value in values.items()}}
     dcp.load(states, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    for found in (read, states["model"]):
-        assert found.keys() == values.keys()
-        assert all(found[name].dtype == BF16 and torch.equal(found[name], values[name]) for name in values)
+    for tensors in (read, states["model"]):
+        assert tensors.keys() == values.keys()
+        assert all(tensors[name].dtype == BF16 and torch.equal(tensors[name], values[name]) for name in values)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])

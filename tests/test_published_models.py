@@ -25,7 +25,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 def fp8() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
     config = transformers.Qwen3Config(hidden_size=128, intermediate_size=256, head_dim=128, **SMALL)
     layer = "model.layers.0."
-    names = [f"self_attn.{one}_proj" for one in "qkvo"] + [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
+    names = [f"self_attn.{letter}_proj" for letter in "qkvo"] + [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
     how = {f"{layer}{name}.weight": "blocks" for name in names}
     return config, how, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -53,18 +53,18 @@ def experts() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With those of experts one by one."""
-    found = {}
+    by_expert = {}
     for name, tensor in tensors.items():
         stem, _, own = name.rpartition(".")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(own, ())
         if parts and stem.endswith("experts"):
             for expert, matrix in enumerate(tensor):
-                found |= {
+                by_expert |= {
                     f"{stem}.{expert}.{p}.weight": m for p, m in zip(parts, matrix.chunk(len(parts)), strict=True)
                 }
         else:
-            found[name] = tensor
-    return found
+            by_expert[name] = tensor
+    return by_expert
 
 
 @pytest.mark.parametrize("model", [slow(fp8), mxfp4, experts])

@@ -233,15 +233,15 @@ def _cases() -> list[object]:
 def _train(model: nn.Module, call: Callable[[Tensor], Tensor], passes: int) -> list[Tensor]:
     """Two steps of so many forward passes before a backward pass: gradients, buffers and inputs, as they are then."""
     torch.manual_seed(1)
-    found: list[Tensor] = []
+    values: list[Tensor] = []
     for _ in range(2):
         model.zero_grad()
         batches = [torch.randn(6, WIDTH) for _ in range(passes)]
         sum(call(batch).square().sum() for batch in batches).backward()
-        found += [_whole(parameter.grad).clone() for parameter in model.parameters()]
-        found += [buffer.clone() for buffer in model.buffers()] + batches
-        found += [_whole(parameter.detach()).clone() for parameter in model.parameters()]
-    return found
+        values += [_whole(parameter.grad).clone() for parameter in model.parameters()]
+        values += [buffer.clone() for buffer in model.buffers()] + batches
+        values += [_whole(parameter.detach()).clone() for parameter in model.parameters()]
+    return values
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -250,8 +250,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _assert_equal(plain: nn.Module, model: nn.Module, passes: int) -> None:
     expected = _train(plain, plain, passes)
-    found = _train(model, torch.compile(model, backend="zinf", dynamic=False), passes)
-    assert [torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)] == [True] * len(expected)
+    actual = _train(model, torch.compile(model, backend="zinf", dynamic=False), passes)
+    assert [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)] == [True] * len(expected)
 
 
 def layers(build: Callable[[], nn.Module]) -> nn.Module:
@@ -305,14 +305,14 @@ class DifferentiatedInput(nn.Module):
 def test_an_input_that_is_differentiated(tmp_path: Path, activations: object) -> None:
     plain = layers(DifferentiatedInput)
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme", activations=activations)
-    found = []
+    results = []
     for call in (plain, torch.compile(model, backend="zinf")):
         torch.manual_seed(1)
         x = torch.randn(6, WIDTH, requires_grad=True)
         y = x * 2
         call(y).square().sum().backward()
-        found.append([x.grad, y.detach()])
-    assert all(map(torch.equal, *found))
+        results.append([x.grad, y.detach()])
+    assert all(map(torch.equal, *results))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad)
 
@@ -357,13 +357,13 @@ def test_inputs_that_overlap(tmp_path: Path, name: str, one_line: bool, caplog: 
         zinf_fx.offload(model, **options)
     run = torch.compile(model, backend="zinf", options=options if one_line else None)
     for kind in (name, name, "side by side"):
-        found = []
+        results = []
         for call in (plain, run):
             inputs = OVERLAPS[kind]()
             loss = call(*inputs)
             loss.backward()
-            found.append([loss.detach(), *inputs])
-        assert all(map(torch.equal, *found))
+            results.append([loss.detach(), *inputs])
+        assert all(map(torch.equal, *results))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad)
     assert ("overlap in memory (L['x'] and L['y'])" in caplog.text) == (name != "side by side")

@@ -112,24 +112,26 @@ def planned_slices(plan: Plan, ranks: int) -> list[TimelineSlice]:
     return slices(plan, simulate_plan(plan, hardware))
 
 
-def names(found: list[TimelineSlice] | tuple[TimelineSlice, ...], *lanes: str) -> Counter[str]:
-    return Counter(one.name for one in found if one.lane in lanes)
+def names(spans: list[TimelineSlice] | tuple[TimelineSlice, ...], *lanes: str) -> Counter[str]:
+    return Counter(span.name for span in spans if span.lane in lanes)
 
 
-def kinds(found: list[TimelineSlice] | tuple[TimelineSlice, ...], lane: str) -> set[str]:
-    return {name.partition(" ")[0] for name in names(found, lane)}
+def kinds(spans: list[TimelineSlice] | tuple[TimelineSlice, ...], lane: str) -> set[str]:
+    return {name.partition(" ")[0] for name in names(spans, lane)}
 
 
 def nbytes(step: Step, *kinds: str, detail: str | None = None) -> int:
-    wanted = [one for one in step.slices if one.name.partition(" ")[0] in kinds]
-    return sum(one.nbytes for one in wanted if detail in (None, one.detail))
+    wanted = [span for span in step.slices if span.name.partition(" ")[0] in kinds]
+    return sum(span.nbytes for span in wanted if detail in (None, span.detail))
 
 
 def assert_operators_are_in_order(step: Step, plan: Plan) -> None:
-    found = [one for one in step.slices if one.lane == "compute"]
-    expected = [(f"{graph.kind} {one.index}", one.label) for graph in plan.graphs for one in graph.operators]
-    assert [(one.name, one.detail) for one in found] == expected
-    assert all(one.start <= one.end <= other.start for one, other in pairwise(found))
+    computed = [span for span in step.slices if span.lane == "compute"]
+    expected = [
+        (f"{graph.kind} {operator.index}", operator.label) for graph in plan.graphs for operator in graph.operators
+    ]
+    assert [(span.name, span.detail) for span in computed] == expected
+    assert all(span.start <= span.end <= other.start for span, other in pairwise(computed))
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +158,12 @@ def test_the_trace_has_both_side_by_side(steady: Training, tmp_path: Path):
     for e in (e for e in events if e["ph"] == "X"):
         tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
     for track in tracks.values():
-        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(sorted(track)))
+        assert all(interval[1] <= other[0] + 1e-6 for interval, other in pairwise(sorted(track)))
     for pid in (1, 2):
         lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
         assert list(dict.fromkeys(lanes)) == ["step", "compute", "wait", *LANES[1:]]
         held = [e["args"] for e in events if e["ph"] == "C" and e["pid"] == pid and e["name"] == "host memory"]
-        assert max(one["bytes"] for one in held) > 0
+        assert max(counter["bytes"] for counter in held) > 0
     steps = [[e for e in events if e.get("cat") == "step" and e["pid"] == pid] for pid in (1, 2)]
     assert [e["name"] for e in steps[1]] == ["step 0", "step 1"]
     assert steps[0][0]["ts"] == steps[1][0]["ts"]
@@ -194,10 +196,10 @@ def test_without_a_recording_nothing_is_noted(steady: Training):
         before = tracemalloc.take_snapshot()
         steady.step()
         steady.optimizer.finish()
-        found = tracemalloc.take_snapshot().compare_to(before, "filename")
+        entries = tracemalloc.take_snapshot().compare_to(before, "filename")
     finally:
         tracemalloc.stop()
-    assert [each for each in found if each.traceback[0].filename == recorder.__file__ and each.size_diff] == []
+    assert [entry for entry in entries if entry.traceback[0].filename == recorder.__file__ and entry.size_diff] == []
 
 
 def test_what_a_block_raises_ends_the_recording(steady: Training):
@@ -210,17 +212,17 @@ def test_what_a_block_raises_ends_the_recording(steady: Training):
 def test_micro_batches_are_one_step_that_reads_gradients_again(steady: Training):
     steady.step(2)
     (step, _) = steady.recorded(2, lambda: steady.step(2)).steps
-    graphs = [one.name.split()[0] for one in step.slices if one.lane == "compute"]
+    graphs = [span.name.split()[0] for span in step.slices if span.lane == "compute"]
     assert list(dict.fromkeys(pairwise(graphs))) == [
         ("forward", "forward"),
         ("forward", "backward"),
         ("backward", "backward"),
         ("backward", "forward"),
     ]
-    read = [one for one in step.slices if one.name.startswith("read ")]
-    gradients = {one.name.removeprefix("offload ") for one in step.slices if one.name.startswith("offload ")}
-    assert read and {one.name.removeprefix("read ") for one in read} == gradients
-    assert {one.lane for one in read} == {"offload"}
+    read = [span for span in step.slices if span.name.startswith("read ")]
+    gradients = {span.name.removeprefix("offload ") for span in step.slices if span.name.startswith("offload ")}
+    assert read and {span.name.removeprefix("read ") for span in read} == gradients
+    assert {span.lane for span in read} == {"offload"}
 
 
 def test_calls_for_inference_are_steps(steady: Training):
@@ -240,7 +242,7 @@ def test_what_eager_code_reads_is_noted_without_a_plan(steady: Training):
         next(steady.stored.parameters()).full_tensor()
     (step,) = recording.steps
     assert recording.plans == () and names(step.slices, "compute") == Counter()
-    assert [one.name for one in step.slices] == ["fetch"] and step.nbytes("fetch") > 0
+    assert [span.name for span in step.slices] == ["fetch"] and step.nbytes("fetch") > 0
 
 
 def record_steady_steps(rank: int, folder: Path, placements: Sequence[object]) -> None:
@@ -276,10 +278,10 @@ def assert_as_planned(training: Training) -> None:
         for lane in ("fetch", "offload", "all-gather", "reduce"):
             assert names(step.slices, lane) == names(expected, lane)
         for lane in ("fetch", "offload"):
-            assert step.nbytes(lane) == sum(one.nbytes for one in expected if one.lane == lane)
+            assert step.nbytes(lane) == sum(span.nbytes for span in expected if span.lane == lane)
         assert kinds(step.slices, "optimizer") == kinds(expected, "optimizer")
         for kind in ("read_states", "update", "write_states"):
-            planned = sum(one.nbytes for one in expected if one.name.partition(" ")[0] == kind)
+            planned = sum(span.nbytes for span in expected if span.name.partition(" ")[0] == kind)
             pads = ranks.size > 1 and kind == "update"  # a plan counts the padding of a rank's part, too
             assert nbytes(step, kind) == planned or (pads and 0 < nbytes(step, kind) < planned)
         waits = names(step.slices, "wait")
@@ -290,10 +292,10 @@ def assert_as_planned(training: Training) -> None:
     assert len(recording.steps) == 3
     assert read == sum(nbytes(s, "fetch", "read") + nbytes(s, "read_states") for s in recording.steps)
     assert written == sum(nbytes(s, "write") + nbytes(s, "write_states") for s in recording.steps)
-    collectives = [one for s in recording.steps for one in s.slices if one.lane in ("all-gather", "reduce")]
-    assert {one.lane for one in collectives} == (set() if ranks.size == 1 else {"all-gather", "reduce"})
-    assert not any("not over" in one.detail or one.end <= one.start for one in collectives)
-    assert sent == sum(one.nbytes for one in collectives) / 2  # of two ranks, each sends the other one's half
+    collectives = [span for s in recording.steps for span in s.slices if span.lane in ("all-gather", "reduce")]
+    assert {span.lane for span in collectives} == (set() if ranks.size == 1 else {"all-gather", "reduce"})
+    assert not any("not over" in span.detail or span.end <= span.start for span in collectives)
+    assert sent == sum(span.nbytes for span in collectives) / 2  # of two ranks, each sends the other one's half
     if ranks.size > 1:
         assert_saved_as_a_ranks(recording, ranks)
 
@@ -313,9 +315,9 @@ def test_recording_changes_no_bit(tmp_path: Path):
     losses: list[list[float]] = []
     values: list[list[torch.Tensor]] = []
     for steps_of in (Training.unrecorded, Training.recorded):
-        training, found = Training(tmp_path), []
-        steps_of(training, 4, lambda training=training, found=found: found.append(training.step()))
-        losses.append(found)
+        training, step_losses = Training(tmp_path), []
+        steps_of(training, 4, lambda training=training, step_losses=step_losses: step_losses.append(training.step()))
+        losses.append(step_losses)
         with zinf_fx.gathered(training.stored) as gathered:
             values.append([value.clone() for value in gathered])
     assert losses[0] == losses[1]
@@ -338,11 +340,11 @@ def test_the_optimizer_goes_on_in_the_next_steps_time_and_belongs_to_its_own(tmp
         training.optimizer.zero_grad()
 
     _, first, second, _ = training.recorded(4, step).steps  # the first has some of the step before in it
-    updates = [one for one in first.slices if one.name == "update"]
+    updates = [span for span in first.slices if span.name == "update"]
     assert len(updates) > 2
-    assert any(one.start > second.start for one in updates)
+    assert any(span.start > second.start for span in updates)
     assert first.nbytes("optimizer") == second.nbytes("optimizer") > 0
-    computed = [one for one in second.slices if one.name == "forward 0"]
+    computed = [span for span in second.slices if span.name == "forward 0"]
     assert first.end == second.start <= computed[0].start
 
 
@@ -363,7 +365,7 @@ def test_an_error_in_a_step_ends_what_had_begun(tmp_path: Path):
     (plan,) = recording.plans
     count = len(plan.graph("forward").operators)
     assert 0 < len(names(broken.slices, "compute")) < count
-    assert not any("not over" in one.detail for one in broken.slices)
+    assert not any("not over" in span.detail for span in broken.slices)
     assert_operators_are_in_order(whole, plan)
     assert RECORDER.log is None and recorder._about.get() is None
 
@@ -390,7 +392,7 @@ def test_this_machine_is_measured_with_all_directories_of_the_store(tmp_path: Pa
         store.mkdir()
     measured: list[Path] = []
     monkeypatch.setattr(
-        "zinf_fx.observe.recording.measure_machine", lambda *found: measured.extend(found) or load("rtx-4090")
+        "zinf_fx.observe.recording.measure_machine", lambda *arguments: measured.extend(arguments) or load("rtx-4090")
     )
     with zinf_fx.record(zinf_fx.offload(nn.Linear(2, 2), store=stores, placement="nvme"), hardware="this-machine"):
         pass
@@ -402,8 +404,8 @@ class EndingRecorder(Recorder):
 
     @property
     def log(self) -> Log | None:
-        found, self._log = self._log, None
-        return found
+        current, self._log = self._log, None
+        return current
 
     @log.setter
     def log(self, log: Log | None) -> None:

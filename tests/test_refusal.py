@@ -81,7 +81,7 @@ def test_what_is_refused_is_raised_as_it_is(name: str, grad: bool, how: Callable
         assert type(refused.value) is kind
         (note,) = refused.value.__notes__
         assert Path(__file__).name in note and "x = self.first(x).tanh()" in note
-    assert all(type(one) is nn.Parameter for one in model.parameters())
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_the_graph_behind_a_break_is_named() -> None:

@@ -102,7 +102,7 @@ def bytes_per_step(model: nn.Module, steps: int = 4) -> tuple[float, float, Plan
     ("placement", "budget"),
     [
         ("nvme", "1536KiB"),
-        *(slow("nvme", one) for one in (None, "3MiB", "64MiB")),
+        *(slow("nvme", size) for size in (None, "3MiB", "64MiB")),
         slow("infinity-nvme", "64MiB"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_step_moves_exactly_what_its_plan_says_and_no_more_than_without(
     ("dtype", "budget"),
     [
         (torch.float32, "1536KiB"),
-        *(slow(torch.float32, one) for one in (None, "3MiB", "64MiB")),
+        *(slow(torch.float32, size) for size in (None, "3MiB", "64MiB")),
         slow(torch.bfloat16, "1536KiB"),
     ],
 )
@@ -142,8 +142,8 @@ def test_training_is_bitwise_the_same(tmp_path: Path, budget: str | None, dtype:
         torch.manual_seed(1)
         losses.append(train(torch.compile(model, backend="zinf"), optimizer_of(model), 4))
     assert losses[0] == losses[1]
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), other.full_tensor()), name
+    for (name, parameter), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), other.full_tensor()), name
 
 
 def test_whoever_writes_what_stays_sees_to_it(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_whoever_writes_what_stays_sees_to_it(tmp_path: Path) -> None:
     for number in range(4):
         with torch.no_grad():
             assert torch.equal(compiled(tokens), plain(tokens))
-            for each in (plain, model):
-                each.norm.weight[:7].mul_(0.5)
-                each.tokens.weight.add_(0.01)
+            for net in (plain, model):
+                net.norm.weight[:7].mul_(0.5)
+                net.tokens.weight.add_(0.01)
         if number == 2:
             plain.load_state_dict({name: value * 0.9 for name, value in plain.state_dict().items()})
             model.load_state_dict(plain.state_dict())
@@ -218,8 +218,8 @@ def test_what_an_inference_leaves_in_memory_is_written_by_training(
             with mode():
                 call(batches[0])
                 call(batches[1])
-            for one in batches[2:]:
-                call(one).square().mean().backward()
+            for inputs in batches[2:]:
+                call(inputs).square().mean().backward()
                 optimizer.step()  # which goes on in the next inference
                 optimizer.zero_grad()
         values.append([p.full_tensor() for p in model.parameters()])
@@ -235,12 +235,12 @@ class _Moving:
 
 def test_what_stays_is_of_the_same_storages_tile_by_tile() -> None:
     """Two modules of one shape whose parameters have changed places would share places in memory."""
-    cache, one, other = TileCache(), SimpleNamespace(key=1), SimpleNamespace(key=2)
+    cache, storage, other = TileCache(), SimpleNamespace(key=1), SimpleNamespace(key=2)
     dropped: list[int] = []
     cache.drop_staying = lambda: dropped.append(len(dropped))
     plans = [_Moving() for _ in range(3)]
-    cache.stay_for(plans[0], [one, other])
-    cache.stay_for(plans[1], [one, other])
+    cache.stay_for(plans[0], [storage, other])
+    cache.stay_for(plans[1], [storage, other])
     assert len(dropped) == 1  # nothing was there before the first
-    cache.stay_for(plans[2], [other, one])
+    cache.stay_for(plans[2], [other, storage])
     assert len(dropped) == 2

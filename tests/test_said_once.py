@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @contextmanager
 def said() -> Iterator[list[str]]:
     """The warnings of zinf_fx in the block."""
-    found: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield found
+        yield messages
     words = ("frozen_dtype=", "the store ", "eager code computes")
-    found += [str(one.message) for one in caught if str(one.message).startswith(words)]
+    messages += [str(warning.message) for warning in caught if str(warning.message).startswith(words)]
 
 
 def net() -> nn.Module:
@@ -55,7 +55,7 @@ NOTHING = {
 def test_a_format_of_what_is_frozen_where_nothing_is(tmp_path: Path, how: str, compiled: bool):
     make, form, message = NOTHING[how]
     model = make()
-    with said() as found:
+    with said() as messages:
         if compiled:
             x = TOKENS if isinstance(model[0], nn.Embedding) else torch.ones(2, 8)
             options = {"store": tmp_path, "placement": "nvme", "frozen_dtype": form}
@@ -63,21 +63,21 @@ def test_a_format_of_what_is_frozen_where_nothing_is(tmp_path: Path, how: str, c
             run(x), run(x)
         else:
             zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype=form)
-    assert len(found) == 1 and message in found[0], found
+    assert len(messages) == 1 and message in messages[0], messages
 
 
 def test_a_format_that_something_is_stored_in_is_not_spoken_of(tmp_path: Path):
-    with said() as found:
+    with said() as messages:
         model = zinf_fx.offload(built(), store=tmp_path, placement="nvme", frozen_dtype="nf4")
         zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype="nf4")
         torch.compile(model, backend="zinf", options={"frozen_dtype": "nf4"})(torch.randint(16, (4, 8)))
         with zinf_fx.offloading(store=tmp_path, placement="nvme", frozen_dtype="int8"):
             nn.Linear(64, 64)
         zinf_fx.offload(net(), store=tmp_path, placement="nvme", frozen_dtype=[("*", None)])
-    assert not found
-    with said() as found, zinf_fx.offloading(store=tmp_path, placement="nvme", frozen_dtype="int8"):
+    assert not messages
+    with said() as messages, zinf_fx.offloading(store=tmp_path, placement="nvme", frozen_dtype="int8"):
         small = nn.Linear(8, 8)
-    assert len(found) == 1 and "frozen_dtype='int8' has no effect" in found[0] and small.weight.requires_grad
+    assert len(messages) == 1 and "frozen_dtype='int8' has no effect" in messages[0] and small.weight.requires_grad
 
 
 def test_a_store_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -87,31 +87,35 @@ def test_a_store_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mounts").write_text("\n".join(lines))
     monkeypatch.setattr(filesystem, "MOUNTS", tmp_path / "mounts")
     note_memory.cache_clear()
-    with said() as found:
+    with said() as messages:
         for _ in range(2):
             model = zinf_fx.offload(net(), store=tmp_path, placement="nvme")
             del model
-    assert len(found) == 1 and f"the store {tmp_path} is on tmpfs, whose bytes take host memory" in found[0], found
+    assert len(messages) == 1 and f"the store {tmp_path} is on tmpfs, whose bytes take host memory" in messages[0], (
+        messages
+    )
     (tmp_path / "mounts").write_text(lines[0])
     note_memory.cache_clear()
-    with said() as found:
+    with said() as messages:
         zinf_fx.offload(net(), store=tmp_path, placement="nvme")
-    assert not found
+    assert not messages
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_model_that_trains_eagerly(tmp_path: Path, tier: str):
     model = zinf_fx.offload(net(), store=tmp_path, placement=tier)
     optimizer = zinf_fx.optim.SGD(model.parameters(), lr=0.1)
-    with said() as found:
+    with said() as messages:
         for _ in range(4):
             model(TOKENS).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     if model[1].weight.stored.in_place:
-        assert not found
+        assert not messages
         return
-    assert len(found) == 1 and "each time for one operation" in found[0] and "torch.compile(model" in found[0], found
+    assert (
+        len(messages) == 1 and "each time for one operation" in messages[0] and "torch.compile(model" in messages[0]
+    ), messages
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -132,21 +136,21 @@ def test_a_compiled_model_of_which_another_method_is_called(tmp_path: Path, mode
 
     model = zinf_fx.offload(Generating(), store=tmp_path, placement="nvme")
     with mode():
-        with said() as found:
+        with said() as messages:
             torch.compile(model, backend="zinf").generate()
-        assert len(found) == 1 and "model.compile(backend=" in found[0], found
+        assert len(messages) == 1 and "model.compile(backend=" in messages[0], messages
         other = zinf_fx.offload(Generating(), store=tmp_path, placement="nvme", checksum=False)  # a store of its own
         other.compile(backend="zinf")
-        with said() as found:
+        with said() as messages:
             other.generate()
-        assert not found
+        assert not messages
 
 
 def test_what_is_compiled_or_looked_at_is_not_spoken_of(tmp_path: Path):
     model = zinf_fx.offload(net(), store=tmp_path, placement="nvme")
     run = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters())
-    with said() as found:
+    with said() as messages:
         for _ in range(4):
             run(TOKENS).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,4 +165,4 @@ def test_what_is_compiled_or_looked_at_is_not_spoken_of(tmp_path: Path):
                 model[1].weight.add_(0.1)
         zinf_fx.export_safetensors(model, tmp_path / "out")
         zinf_fx.export_plan(model, [TOKENS])
-    assert not found
+    assert not messages

@@ -36,7 +36,7 @@ def test_an_option_that_is_said_to_be_enough_is(nbytes: int) -> None:
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 1 << 18))
 def test_pieces_are_all_elements_in_order(start: int, count: int, itemsize: int, nbytes: int) -> None:
     pieces = pieces_of(range(start, start + count), itemsize, nbytes)
-    assert [one for part in pieces for one in (part.start, part.stop)][1:-1:2] == [part.start for part in pieces[1:]]
+    assert [end for part in pieces for end in (part.start, part.stop)][1:-1:2] == [part.start for part in pieces[1:]]
     assert sum(map(len, pieces)) == count and all(pieces)
     assert not pieces or (pieces[0].start, pieces[-1].stop) == (start, start + count)
     assert all((part.start - start) % WINDOW_ALIGNMENT == 0 for part in pieces)

@@ -142,10 +142,10 @@ def test_models_that_are_trained_in_turns(tmp_path: Path, options: dict[str, obj
 
     expected = [_trained(stored(net), options, optimizer) for net in nets]
     models = [stored(net) for net in nets]
-    found = together(*[lambda model=model: _trained(model, options, optimizer) for model in models])
-    for (losses, values), (their_losses, their_values) in zip(found, expected, strict=True):
+    results = together(*[lambda model=model: _trained(model, options, optimizer) for model in models])
+    for (losses, values), (their_losses, their_values) in zip(results, expected, strict=True):
         assert torch.equal(torch.stack(losses), torch.stack(their_losses))
-        assert all(torch.equal(one, other) for one, other in zip(values, their_values, strict=True))
+        assert all(torch.equal(value, other) for value, other in zip(values, their_values, strict=True))
 
 
 @pytest.mark.parametrize("compiled", [True, slow(False)], ids=["compiled", "eager"])
@@ -164,29 +164,29 @@ def test_inference_beside_training(pair: tuple[Net, Net], compiled: bool) -> Non
     over = threading.Event()
 
     def infer() -> list[Tensor]:
-        found = []
+        outputs = []
         while not over.is_set():
             with torch.no_grad():
-                found.append((call if compiled else model)(probe))
-        return found
+                outputs.append((call if compiled else model)(probe))
+        return outputs
 
     def train() -> None:
         try:
             for _ in range(5):
                 batch = x()
-                for one, each in ((call, optimizer), (plain, twin)):
-                    one(batch).backward()
-                    each.step()
-                    each.zero_grad()
+                for run, opt in ((call, optimizer), (plain, twin)):
+                    run(batch).backward()
+                    opt.step()
+                    opt.zero_grad()
                 with torch.no_grad():
                     expected.append(plain(probe))
         finally:
             over.set()
 
-    found, _ = together(infer, train)
-    assert len(found) > 1
+    outputs, _ = together(infer, train)
+    assert len(outputs) > 1
     if compiled:
-        assert all(any(torch.equal(one, seen) for seen in expected) for one in found)
+        assert all(any(torch.equal(output, seen) for seen in expected) for output in outputs)
     assert_same_values(model, plain)
 
 
@@ -268,23 +268,23 @@ def test_what_is_read_between_steps_is_of_one_step(tmp_path: Path, in_backward: 
             over.set()
 
     def save() -> list[list[Tensor]]:
-        found, refused = [], 0
+        readings, refused = [], 0
         while not over.is_set():
             try:
                 with optimizer.between_steps():
-                    found.append(read())
+                    readings.append(read())
             except OptimizerError:
                 refused += 1
                 time.sleep(1e-3)  # leaves the other thread a turn
         assert in_backward or not refused
-        return found
+        return readings
 
     step(x())
     moments.append(read())
-    _, found = together(train, save)
-    assert found
-    for one in found:
-        assert any(all(map(torch.equal, one, moment)) for moment in moments)
+    _, readings = together(train, save)
+    assert readings
+    for reading in readings:
+        assert any(all(map(torch.equal, reading, moment)) for moment in moments)
 
 
 ROWS, COLUMNS = 768, 1024  # 3 MiB, two of which fit in the host arena, and of which a write takes one

@@ -54,8 +54,8 @@ RUNS = [
 @pytest.mark.parametrize(("size", "placements", "tied", "loop"), RUNS)
 def test_equals_untiled(size: int, placements: list[str], tied: bool, loop: Loop) -> None:
     in_tiles = partial(differences, build=partial(training.model, tied=tied), tile=2500)
-    for found in on_ranks(size, in_tiles, placements, loop):
-        assert len(found) == len(placements) and max(found) < ROUNDING
+    for apart in on_ranks(size, in_tiles, placements, loop):
+        assert len(apart) == len(placements) and max(apart) < ROUNDING
 
 
 def linears() -> tuple[Linears, tuple[torch.Tensor, torch.Tensor]]:

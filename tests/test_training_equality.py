@@ -84,8 +84,8 @@ RUNS = [
 
 @pytest.mark.parametrize(("size", "placements", "loop", "options"), RUNS)
 def test_trains_bitwise_as_plain_pytorch(size: int, placements: list, loop: Loop, options: dict[str, Any]) -> None:
-    for found in on_ranks(size, partial(differences, **options), placements, loop):
-        assert found == [0.0] * len(placements)
+    for apart in on_ranks(size, partial(differences, **options), placements, loop):
+        assert apart == [0.0] * len(placements)
 
 
 @pytest.mark.slow  # in the gate, test_hybrid and test_owners accumulate and clip, in groups and in tiles
@@ -101,8 +101,8 @@ def test_trains_bitwise_as_plain_pytorch(size: int, placements: list, loop: Loop
 def test_ranks_train_as_distributed_data_parallel_but_for_rounding(
     size: int, placements: tuple[str, ...], loop: Loop, how: str
 ) -> None:
-    for found in on_ranks(size, partial(differences, how=how), placements, loop):
-        assert len(found) == len(placements) and max(found) < ROUNDING
+    for apart in on_ranks(size, partial(differences, how=how), placements, loop):
+        assert len(apart) == len(placements) and max(apart) < ROUNDING
 
 
 class Masters:
@@ -169,5 +169,5 @@ def test_bf16_equals_a_loop_with_an_fp32_master(
     loop = replace(loop, optimizers=adamw(step_in_backward=in_backward, **states))
     reference = partial(train_masters, rounds=bool(states))
     in_bf16 = partial(differences, build=partial(model, torch.bfloat16), reference=reference)
-    for found in on_ranks(size, in_bf16, placements, loop):
-        assert found == [0.0] * len(placements)
+    for apart in on_ranks(size, in_bf16, placements, loop):
+        assert apart == [0.0] * len(placements)

@@ -201,8 +201,8 @@ def test_exported_models_are_read_by_plain_transformers(name: str, tmp_path: Pat
     zinf_fx.offload(model, store=tmp_path / "store", placement="nvme")
     for limit in ("5GB", "20KB"):
         zinf_fx.export_safetensors(model, tmp_path / "out", max_shard_size=limit)
-        plain, found = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-        assert not any(found.values()), found
+        plain, loading_info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(loading_info.values()), loading_info
         _assert_same_parameters(model, plain)
         assert torch.equal(model.eval()(**(batch := inputs())).loss, plain(**batch).loss)
         assert plain.config.architectures == [type(model).__name__]

@@ -155,8 +155,8 @@ def test_they_are_trained_as_plain_pytorch_trains_them(tmp_path: Path, build: Ca
     ours = zinf_fx.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):
         batch = x()
-        for one, optimizer, loss in ((plain, theirs, plain(batch)), (model, ours, compiled(batch))):
-            one.loss = loss.detach()
+        for net, optimizer, loss in ((plain, theirs, plain(batch)), (model, ours, compiled(batch))):
+            net.loss = loss.detach()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -167,8 +167,8 @@ def test_they_are_trained_as_plain_pytorch_trains_them(tmp_path: Path, build: Ca
         assert torch.equal(value.detach(), other.full_tensor()), key
         assert theirs.state.get(value, {}).keys() == ours.state.get(other, {}).keys()
         for state, expected in theirs.state.get(value, {}).items():
-            found = ours.state[other][state]
-            assert torch.equal(expected, getattr(found, "full_tensor", lambda found=found: found)()), (key, state)
+            actual = ours.state[other][state]
+            assert torch.equal(expected, getattr(actual, "full_tensor", lambda actual=actual: actual)()), (key, state)
 
 
 @pytest.mark.parametrize("build", WRITING.values(), ids=WRITING)
