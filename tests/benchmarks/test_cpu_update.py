@@ -1,4 +1,4 @@
-"""The benchmark of updates, on few parameters, with and without other libraries."""
+"""The benchmark of updates runs on few parameters, with and without other libraries."""
 
 from __future__ import annotations
 

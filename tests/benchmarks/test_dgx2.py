@@ -1,4 +1,4 @@
-"""The simulator beside ZeRO-Infinity's table 4 and section 7.4, on the paper's own cluster."""
+"""The simulator agrees with ZeRO-Infinity's table 4 and section 7.4, on the paper's own cluster."""
 
 from __future__ import annotations
 

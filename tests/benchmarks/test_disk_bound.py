@@ -1,4 +1,4 @@
-"""The benchmark of steps that the disk bounds, on a tiny model."""
+"""The benchmark of steps that the disk bounds runs on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/greedysnake.py, with small models."""
+"""benchmarks/greedysnake.py runs with small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/inductor.py."""
+"""benchmarks/inductor.py prints the tables that it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the engine beside fio, on few bytes."""
+"""The benchmark of the engine runs beside fio, on few bytes."""
 
 from __future__ import annotations
 

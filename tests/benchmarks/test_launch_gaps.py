@@ -1,4 +1,4 @@
-"""benchmarks/launch_gaps.py: one layer, whose memory nobody touches."""
+"""benchmarks/launch_gaps.py runs on one layer, whose memory nobody touches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_device_of_a_node_has_its_share():
 
 
 def options(**given: object) -> Namespace:
-    """Of one layer and one step."""
+    """Return the options of one layer and one step."""
     few = {"layers": 1, "batch": 1, "sequence": 128, "warm": 1, "steps": 1}
     return Namespace(**{"residency": False, "profile": False, "optimizer": None, **few, **given})
 

@@ -1,4 +1,4 @@
-"""The benchmark of the streamed optimizer, on few bytes."""
+"""The benchmark of the streamed optimizer runs on few bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of partitioning, on few bytes."""
+"""The benchmark of partitioning runs on few bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/roundpipe.py, with a small model."""
+"""benchmarks/roundpipe.py runs with a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/vertical.py."""
+"""benchmarks/vertical.py runs with a small model."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ DIGESTS = "digests.json"
 
 
 class Adapted(nn.Module):
-    """Adapters over two frozen layers in nf4."""
+    """Adds adapters to two frozen layers in nf4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Adapted(nn.Module):
 
 
 class AdapterJob(Job):
-    """Training of the adapters alone."""
+    """Trains the adapters alone."""
 
     def __post_init__(self) -> None:
         self.store.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ JOBS: dict[str, tuple[int, type[Job], dict[str, Any]]] = {
 
 
 def digests_of(job: Job) -> dict[str, str]:
-    """A checksum of the bytes of each value."""
+    """Return a checksum of the bytes of each value."""
     return {name: _digest(value) for name, value in job.values().items()}
 
 

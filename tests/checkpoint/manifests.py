@@ -39,7 +39,7 @@ def write(directory: Path, content: dict[str, Any] | str) -> None:
 
 
 def nested(levels: int) -> Any:
-    """Lists in lists."""
+    """Return lists in lists."""
     value: Any = 0
     for _ in range(levels):
         value = [value]
@@ -76,7 +76,7 @@ def mutated(content: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Every place in a value, but for itself."""
+    """Yield every place in a value, but for itself."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inside:
         yield (*path, key)

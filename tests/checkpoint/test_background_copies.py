@@ -49,15 +49,15 @@ class Waiting(WithoutLinks):
 
 
 class KilledElsewhere(WithoutLinks, Killed):
-    """Killed, on another file system."""
+    """Kills the process, on another file system."""
 
 
 class FailingElsewhere(WithoutLinks, Failing):
-    """Failing, on another file system."""
+    """Fails, on another file system."""
 
 
 class LosingPowerElsewhere(WithoutLinks, LosingPower):
-    """Losing power, on another file system."""
+    """Loses power, on another file system."""
 
 
 def managed(job: Job | Counting, directory: Path, files: Any, **options: Any) -> zinf_fx.CheckpointManager:

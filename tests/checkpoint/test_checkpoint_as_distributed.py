@@ -1,4 +1,4 @@
-"""Checkpoints as directories of torch.distributed.checkpoint: what is loaded from these is what was saved."""
+"""What is loaded from checkpoints as directories of torch.distributed.checkpoint is what was saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Model(nn.Module):
-    """Stored and ordinary parameters, a tied one, one with more than a piece, a buffer, and extra state."""
+    """Has stored and ordinary parameters, a tied one, one with more than a piece, a buffer, and extra state."""
 
     def __init__(self, store: Path | None, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ print(peak() - before, file=sys.stderr)
 
 @pytest.mark.slow
 def test_peak(tmp_path: Path):
-    """Of 480 MiB in many tensors, of less and of more than a piece."""
+    """The model has 480 MiB in many tensors, of less and of more than a piece."""
     with zinf_fx.offloading(store=tmp_path, placement="nvme"):
         model = nn.Sequential(*(nn.Linear(1024, 1024 * (1 + 5 * (n % 2)), bias=False) for n in range(12)))
     optimizer = zinf_fx.optim.AdamW(model.parameters())

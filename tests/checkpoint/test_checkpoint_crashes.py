@@ -34,7 +34,7 @@ def save_net(directory: Path, value: float, files: Files = FILES) -> None:
 
 
 def value_in(directory: Path) -> float:
-    """That of all weights, of the options, and the plain one."""
+    """Return the value of all weights, of the options, and the plain one."""
     model = net(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     plain = zinf_fx.load_checkpoint(directory, model, optimizer)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are saved, which stay, and from which one a run goes on."""
+"""A manager decides when a run's checkpoints are saved, which stay, and from which one a run goes on."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_is_damaged_is_left_out_with_a_warning(tmp_path: Path, caplog: pyte
 
 
 def zeros(content: bytes) -> bytes:
-    """A manifest whose blocks a disk lost."""
+    """Return a manifest whose blocks a disk lost."""
     return bytes(len(content))
 
 

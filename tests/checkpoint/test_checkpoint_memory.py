@@ -34,7 +34,7 @@ print(*peaks)
 
 @pytest.mark.parametrize("placement", ["nvme", slow("host")])
 def test_peaks(tmp_path: Path, placement: str):
-    """Of 288 MiB of states."""
+    """The model has 288 MiB of states."""
     ended = run(PROGRAM, placement, tmp_path)
     assert ended.returncode == 0, ended.stderr
     before, saved, loaded = map(int, ended.stdout.split())

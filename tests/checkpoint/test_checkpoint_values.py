@@ -1,4 +1,4 @@
-"""Plain values through JSON and back."""
+"""Plain values go through JSON and come back."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def net(value: float) -> nn.Module:
 
 
 def value_in(directory: Path) -> float:
-    """That of all weights of an export. As transformers, a reader looks for a single file first."""
+    """Return the value of all weights of an export. As transformers, a reader looks for a single file first."""
     model = net(0.0)
     zinf_fx.load_safetensors(model, directory)
     values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}

@@ -147,7 +147,7 @@ DECOYS = [
 
 
 def seen(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, tuple]:
-    """Everything below a directory: what it is, whose, how large on the disk, and its content."""
+    """Return everything below a directory: what it is, whose, how large on the disk, and its content."""
     entries = {}
     for path in sorted(root.rglob("*")):
         info = path.lstat()

@@ -22,7 +22,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if each step went on in the background for long; of small models, some are over at once."""
+    """Let each step go on in the background for long; of small models, some are over at once."""
     monkeypatch.setattr(background, "_goes_on", lambda optimizer: True)
 
 

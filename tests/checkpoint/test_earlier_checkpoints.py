@@ -14,7 +14,7 @@ from zinf_fx.cli import main
 
 
 def unpacked(name: str, directory: Path) -> dict[str, str]:
-    """Unpack a checkpoint; returns the digests of what it has."""
+    """Unpack a checkpoint; return the digests of what it has."""
     with tarfile.open(EARLIER / f"{name}.tar.xz") as packed:
         packed.extractall(directory, filter="data")
     digests = directory / DIGESTS

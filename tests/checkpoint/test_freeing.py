@@ -76,7 +76,7 @@ def test_what_needs_the_room_waits_for_it(
 
 
 def open_files() -> list[str]:
-    """The paths of this process's open files."""
+    """Return the paths of this process's open files."""
     paths = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):

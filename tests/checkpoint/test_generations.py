@@ -90,7 +90,7 @@ class Filled:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters and states."""
+        """Return parameters and states."""
         states = [t for entry in self.optimizer.state.values() for t in entry.values() if t.dim()]
         return [*self.model.parameters(), *states]
 

@@ -130,7 +130,7 @@ def test_ten_thousand_mutations(saved: _Saved):
 
 
 def tensor(shape: list[int], boxes: list[tuple[list[int], list[int]]], **fields: Any) -> dict[str, Any]:
-    """One in boxes, each in a piece."""
+    """Describe a tensor in boxes, each in a piece."""
     described = []
     for offsets, extent in boxes:
         piece = {"start": 0, "count": max(math.prod(extent), 1), "file": 0, "offset": 0, "crc32c": 0}

@@ -172,7 +172,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) 
     ),
 )
 def test_checkpoints_go_from_any_to_any(tmp_path: Path, stored: Callable, how: str):
-    """With states of the optimizer and gradients."""
+    """States of the optimizer and gradients go with them."""
 
     def made(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = stored(how, seed)

@@ -1,4 +1,4 @@
-"""Models as safetensors files: written and read tensor by tensor, as the safetensors library has them."""
+"""Models are written to safetensors files and read from them tensor by tensor, as the safetensors library has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: which elements they have, and what two of them have in common."""
+"""Parts of tensors know which elements they have, and what two of them have in common."""
 
 from __future__ import annotations
 

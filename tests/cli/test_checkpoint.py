@@ -1,4 +1,4 @@
-"""`zinf-fx checkpoint`: what it says of checkpoints, sound ones and others."""
+"""`zinf-fx checkpoint` says what checkpoints hold, sound ones and others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zinf_fx.cli import main
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A directory with three checkpoints, and the weights in the last."""
+    """Make a directory with three checkpoints; return it, and the weights in the last."""
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 80, bias=False))
@@ -48,7 +48,7 @@ def run(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
 
 
 def damage(directory: Path) -> str:
-    """Flip a bit in the last piece; returns the name of its file."""
+    """Flip a bit in the last piece; return the name of its file."""
     manifest = manifest_of(directory)
     *_, (_, piece) = manifest.pieces()
     path = directory / manifest.files[piece.file].path

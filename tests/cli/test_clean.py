@@ -1,4 +1,4 @@
-"""`zinf-fx clean`: what goes, what stays, and what is said."""
+"""`zinf-fx clean` removes what dead jobs left, keeps everything else, and says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zinf_fx.runtime.disk.store import Store
 
 
 def abandon(directory: Path) -> Path:
-    """The scratch directory of a job that died."""
+    """Make the scratch directory of a job that died."""
     program = (
         "import os, sys; from zinf_fx.runtime.disk.store import Store; s = Store(sys.argv[1]); print(s.path.parent)"
     )

@@ -32,7 +32,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pla
 
 @pytest.fixture
 def machine(tmp_path: Path):
-    """A desktop with other memories."""
+    """Describe a desktop with other memories."""
 
     def described(device: str = "24GiB", host: str = "64GiB", nvme: str = "2TB", unified: bool = False) -> str:
         text = files(hardware).joinpath("rtx-4090.toml").read_text()

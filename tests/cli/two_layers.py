@@ -1,4 +1,4 @@
-"""A command-line target as examples/gpt.py's `small`, planned in half the time."""
+"""The command-line target is that of examples/gpt.py's `small`, planned in half the time."""
 
 from __future__ import annotations
 

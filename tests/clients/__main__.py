@@ -22,7 +22,7 @@ CORE = ("test_torch_modules.py", "test_transformers_models.py")
 
 
 class Keep:
-    """Plugin: keeps the rows of a run, and writes the page."""
+    """Keeps the rows of a run, and writes the page."""
 
     def __init__(self) -> None:
         self.found: dict[str, Row] = {}

@@ -17,7 +17,7 @@ from rows import Row
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Row:
-    """The row of this test, begun with its marker's words: `@pytest.mark.row(library, ran)`."""
+    """Return the row of this test, begun with its marker's words: `@pytest.mark.row(library, ran)`."""
     row = Row(*request.node.get_closest_marker("row").args)
     request.node.user_properties.append(("row", vars(row)))  # goes with the test's report
     return row

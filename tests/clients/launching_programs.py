@@ -16,7 +16,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 def results_of(
     program: str, ranks: int, how: str, directory: Path, *arguments: str, ends: bool = True
 ) -> list[Tensor | float | str]:
-    """What the program, launched by torchrun on so many ranks, wrote to `directory/how.pt`. `ends`: without error."""
+    """Return what the program, launched by torchrun on so many ranks, wrote to `directory/how.pt`. `ends`: it ends
+    without error."""
     for rank in range(ranks):
         (directory / f"store{rank}").mkdir(exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -26,7 +26,7 @@ quantisation._FEWEST = 1
 
 
 def stored(model: nn.Module) -> nn.Module:
-    """The model, on disk."""
+    """Store the model on disk."""
     if STORED == "values":
         return zinf_fx.offload(model, placement="nvme")
     return zinf_fx.offload(model.requires_grad_(False), placement="nvme", frozen_dtype=STORED)

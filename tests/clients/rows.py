@@ -1,4 +1,4 @@
-"""A row of the clients' page: what was run, and how it compares with plain PyTorch doing the same."""
+"""A row of the clients' page says what was run, and how it compares with plain PyTorch doing the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BITWISE = "bitwise"
 
 @dataclass
 class Row:
-    """One row: a library's name, what was run, and the results that the test found.
+    """Holds a library's name, what was run, and the results that the test found.
 
     A row without results says that nothing was compared, and fails.
     """
@@ -55,7 +55,7 @@ class Row:
 
 
 def difference(result: Tensor | float, plain: Tensor | float) -> float:
-    """The largest difference of two tensors, relative to the largest value; 0 only where all bits are equal."""
+    """Return the largest difference of two tensors, relative to the largest value; 0 only where all bits are equal."""
     a, b = (values.detach() if isinstance(values, Tensor) else torch.tensor(values) for values in (result, plain))
     a = a.full_tensor() if isinstance(a, zinf_fx.StoredTensor) else a
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} of {a.dtype} beside {b.shape} of {b.dtype}"
@@ -96,7 +96,7 @@ def train(
 
 
 def plain_run(make: Make, batches: Sequence[Batch], backend: str | None = None) -> list[Tensor | float]:
-    """Losses, then parameters, of plain PyTorch: eager, or compiled with `backend`."""
+    """Return losses, then parameters, of plain PyTorch: eager, or compiled with `backend`."""
     torch.manual_seed(0)
     model = make()
     run = torch.compile(model, backend=backend) if backend else model
@@ -128,7 +128,7 @@ WAYS = {"offload()": offloaded, "offloading()": built_offloaded, "one line": in_
 def stored_run(
     make: Make, batches: Sequence[Batch], store: Path, way: str = "offload()"
 ) -> tuple[list[Tensor | float], nn.Module]:
-    """As `plain_run`, with every model state on disk; and the model."""
+    """Run as `plain_run`, with every model state on disk; return the model too."""
     torch.manual_seed(0)
     model, run = WAYS[way](make, store)
     trained = [p for p in model.parameters() if p.requires_grad]

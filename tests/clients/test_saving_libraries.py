@@ -17,7 +17,7 @@ import zinf_fx
 
 
 class Net(nn.Sequential, huggingface_hub.PyTorchModelHubMixin):
-    """A few layers of 64 KiB, the last tied to the first."""
+    """Has a few layers of 64 KiB, the last tied to the first."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__(*(nn.Linear(width, width, bias=False) for _ in range(4)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Recurrent(nn.Module):
-    """An LSTM between an embedding and the same embedding as a head."""
+    """Has an LSTM between an embedding and the same embedding as a head."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""accelerate's own loop on one and on two ranks; what it saves can be read by those who don't have zinf_fx."""
+"""accelerate's own loop runs on one and on two ranks; what it saves can be read by those who don't have zinf_fx."""
 
 from __future__ import annotations
 

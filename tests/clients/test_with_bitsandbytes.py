@@ -1,4 +1,4 @@
-"""bitsandbytes: bases with its codes, frozen, and LoRA beside them."""
+"""Bases have bitsandbytes' codes, frozen, and LoRA beside them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def marked(cases: dict[str, str]) -> list:
 
 @pytest.mark.parametrize("how", marked({how: f"LoRA over {how} codes; offload(), offloading()" for how in HOW}))
 def test_lora_over_codes(row: Row, tmp_path: Path, how: str) -> None:
-    """Linear4bit and Linear8bitLt, whose operations gather the codes."""
+    """Operations of Linear4bit and Linear8bitLt gather the codes."""
     make: Callable[[], nn.Module] = functools.partial(adapted, saved(tmp_path / "model"), how)
     compare_training(row, make, batches(), tmp_path / "store", ("offload()", "offloading()"))
 

@@ -1,4 +1,4 @@
-"""Denoising networks of diffusers."""
+"""Denoising networks of diffusers train as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def autoencoder() -> nn.Module:
 
 
 def noisy(name: str, channels: int, size: int = 8, **more: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Batches of a denoising step: what a scheduler makes of clean samples, and the time of each."""
+    """Return batches of a denoising step: what a scheduler makes of clean samples, and the time of each."""
     scheduler, random = diffusers.DDPMScheduler(), torch.Generator().manual_seed(1)
     batches = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: fit, clipping, mixed precision, checkpoints, resuming."""
+"""Lightning's Trainer fits, clips, trains in mixed precision, saves checkpoints, and resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class Module(lightning.LightningModule):
-    """A network of its own, compiled inside where `stored`."""
+    """Trains a network of its own, compiled inside where `stored`."""
 
     def __init__(self, optimizer: Optimizer, store: Path | None = None) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def network() -> nn.Module:
 
 
 def trained(model: nn.Module, kind: type[torch.optim.Optimizer]) -> list[torch.Tensor | float]:
-    """Losses, then parameters, after steps, evaluation, and more steps."""
+    """Return losses, then parameters, after steps, evaluation, and more steps."""
     optimizer = kind(list(model.parameters()), lr=1e-2)
     values: list[torch.Tensor | float] = []
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))

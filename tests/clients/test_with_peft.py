@@ -1,4 +1,4 @@
-"""PEFT's adapters over a base model on disk."""
+"""PEFT's adapters train over a base model on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao: bases whose weights are tensors of its own, with LoRA beside them."""
+"""Bases have weights that are torchao's own tensors, with LoRA beside them."""
 
 from __future__ import annotations
 

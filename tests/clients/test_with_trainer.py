@@ -1,4 +1,4 @@
-"""transformers' Trainer on offloaded models: one rank, two in a row, two ranks, and what it saves."""
+"""transformers' Trainer trains offloaded models: on one rank, two in a row, on two ranks; and saves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of timm and torchvision, at small sizes."""
+"""Models of timm and torchvision train at small sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured description of this machine: whole, of the right sizes, and from the right measurements."""
+"""The measured description of this machine is whole, of the right sizes, and from the right measurements."""
 
 from __future__ import annotations
 

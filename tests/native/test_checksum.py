@@ -1,4 +1,4 @@
-"""crc32c: the published values, by instruction and by table, and what the seeds tell apart."""
+"""crc32c has the published values, by instruction and by table, and the seeds tell contents apart."""
 
 from __future__ import annotations
 

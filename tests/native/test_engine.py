@@ -1,4 +1,4 @@
-"""The engine alone, on plain files: every provider that works here, every kind of fault."""
+"""The engine works alone, on plain files, with every provider that works here and every kind of fault."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 def pages() -> list[torch.Tensor]:
-    """Memory of one page each, apart from each other."""
+    """Return memory of one page each, apart from each other."""
     return [aligned_empty(PAGE).zero_() for _ in range(COUNT)]
 
 

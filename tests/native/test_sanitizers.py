@@ -1,4 +1,5 @@
-"""Native code under many threads and faults, built with the compiler's sanitizers: no race, no leak, no bad access."""
+"""Native code has no race, no leak and no bad access under many threads and faults, built with the compiler's
+sanitizers."""
 
 from __future__ import annotations
 

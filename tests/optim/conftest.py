@@ -1,4 +1,4 @@
-"""A small set of parameters of awkward sizes, stored, beside the same ones in plain PyTorch."""
+"""The fixtures store a small set of parameters of awkward sizes, beside the same ones in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SHAPES = ((129, 257), (), (0,), (5,), (20011,), (3, 7), (4096,))
 
 
 class Twins:
-    """Stored parameters, and the masters of an explicit mixed-precision loop over the same values and gradients."""
+    """Holds stored parameters, and the masters of an explicit mixed-precision loop over the same values and
+    gradients."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, **fields: object) -> None:
         self.random = torch.Generator().manual_seed(7)
@@ -29,7 +30,7 @@ class Twins:
         self.masters = [v.to(precise) if v.dtype != precise else v for v in values]
 
     def give_gradients(self, skip: tuple[int, ...] = ()) -> None:
-        """New gradients, the same on both sides, in the parameters' dtype; None for the indices in `skip`."""
+        """Give new gradients, the same on both sides, in the parameters' dtype; None for the indices in `skip`."""
         for index, (stored, master) in enumerate(zip(self.stored, self.masters, strict=True)):
             gradient = torch.randn(stored.shape, generator=self.random).to(stored.dtype)
             stored.grad = None if index in skip else gradient
@@ -70,7 +71,7 @@ class Twins:
         rounded: Callable[[str, torch.Tensor], torch.Tensor],
         steps: int,
     ) -> None:
-        """The same; after each step the reference's states, by name, become what is left of them when stored."""
+        """Do the same; after each step the reference's states, by name, become what is left of them when stored."""
         for _ in range(steps):
             self.give_gradients()
             optimizer.step()

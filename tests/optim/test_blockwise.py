@@ -27,7 +27,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 def coded(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of a state."""
+    """Return the codes and scales of a state."""
     buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // BLOCK))
     encode(name, values.flatten(), *buffers)
     return buffers
@@ -149,14 +149,14 @@ def test_states_of_any_kind_are_loaded(twins, kind: object) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value of a tensor, stored or not."""
+    """Return the full value of a tensor, stored or not."""
     return tensor.full_tensor() if isinstance(tensor, zinf_fx.StoredTensor) else tensor
 
 
 @pytest.mark.parametrize("default", [nullcontext, *DEFAULTS.values()], ids=["fp32", *DEFAULTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_loaded_into_states_of_fp32(twins, dtype: torch.dtype, default: Callable) -> None:
-    """And split masters into whole ones."""
+    """Split masters are loaded into whole ones, too."""
     pair = twins(dtype=dtype)
     master_dtype = "split" if dtype == torch.bfloat16 else None
     optimizer = optim.AdamW(pair.stored, state_dtype="8bit", master_dtype=master_dtype)

@@ -1,4 +1,4 @@
-"""The chunks of a step, while another thread looks at them."""
+"""The queue of a step's chunks holds while another thread looks at it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain torch.optim classes with fused=True over stored parameters: bitwise what they do in memory."""
+"""Plain torch.optim classes with fused=True do over stored parameters bitwise what they do in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = ((129, 257), (), (0,), (5,), (20011,), (3, 7), (4096,))
 
 
 class Pair:
-    """Stored parameters and ordinary ones of the same values."""
+    """Holds stored parameters and ordinary ones of the same values."""
 
     def __init__(self, store, placement: object, dtype: torch.dtype = torch.float32, shapes=SHAPES, **fields) -> None:
         self.random = torch.Generator().manual_seed(7)
@@ -40,14 +40,14 @@ class Pair:
         zinf_fx.offload(self.stored, store=store, placement=placement, **{"chunk": "64KiB", **fields})
 
     def give_gradients(self, scale: float = 1.0) -> None:
-        """Stored ones to stored parameters, as from backward."""
+        """Give stored gradients to stored parameters, as backward does."""
         for stored, plain in zip(self.stored, self.plain, strict=True):
             plain.grad = (scale * torch.randn(plain.shape, generator=self.random)).to(plain.dtype)
             stored.grad = None
             accumulate([stored], [plain.grad])
 
     def sides(self, name: str, **options: object):
-        """(parameters, fused optimizer) in the store and in memory."""
+        """Return (parameters, fused optimizer) in the store and in memory."""
         kind = getattr(torch.optim, name)  # a scheduler writes to a learning rate that is a tensor: no sharing
         return [
             (list(side), kind(side.parameters(), fused=True, **copy.deepcopy(options)))

@@ -42,7 +42,7 @@ def gpt(dtype: torch.dtype = torch.float32) -> GPT:
 
 
 class Broken(torch.nn.Module):
-    """Two graphs, with one weight in both, one used by hand between them, and one never used."""
+    """Runs two graphs, with one weight in both, one used by hand between them, and one never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def train(call: Callable, optimizer: torch.optim.Optimizer, batch: Callable, ste
 
 
 def trained(store: Path, build: Callable, batch: Callable, compiled: bool = True, **options: object):
-    """A model after `STEPS` steps, its optimizer, and the losses."""
+    """Return a model after `STEPS` steps, its optimizer, and the losses."""
     store.mkdir(exist_ok=True)
     fields = {name: options.pop(name) for name in ("placement", "tile", "device_memory") if name in options}
     model = zinf_fx.offload(build(), store=store, chunk="64KiB", **fields)
@@ -236,7 +236,7 @@ def test_an_interrupted_backward_tears_the_step(tmp_path: Path) -> None:
 
 
 class Interrupting:
-    """Ctrl-C when a gradient arrives."""
+    """Presses Ctrl-C when a gradient arrives."""
 
     def __init__(self, consumer: object) -> None:
         self.make_room, self.abandon = consumer.make_room, consumer.abandon

@@ -1,4 +1,4 @@
-"""Updates by the native kernels: to the bit what PyTorch's class computes with the same formats."""
+"""The native kernels compute to the bit what PyTorch's class computes with the same formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Values:
-    """Random ones over many magnitudes, with some special ones."""
+    """Draws random values over many magnitudes, with some special ones."""
 
     def __init__(self, seed: int, special: bool) -> None:
         self.generator, self.special = torch.Generator().manual_seed(seed), special
@@ -49,7 +49,7 @@ def made(
     splits: bool,
     names: tuple[str, ...] = MOMENTS,
 ) -> Operands:
-    """Elements in these formats, after three steps, with these states: Adam's, or SGD's."""
+    """Make elements in these formats, after three steps, with these states: Adam's, or SGD's."""
     masters = values(count)
     parameter = masters.to(weight)
     master: dict[str, torch.Tensor] = {}

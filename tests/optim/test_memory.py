@@ -1,4 +1,4 @@
-"""Resident memory of a step, in a process of its own: a few chunks, however large the states are."""
+"""A step's resident memory, in a process of its own, is a few chunks, however large the states are."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class CountsInTensors(Optimizer):
 
 
 class CountsOnItself(Optimizer):
-    """A counter of its own, and a list that grows; only while there is something to step."""
+    """Has a counter of its own, and a list that grows; only while there is something to step."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

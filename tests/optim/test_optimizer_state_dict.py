@@ -1,4 +1,4 @@
-"""States travel: between our optimizers, to and from plain torch.optim, through files and copies."""
+"""States travel between our optimizers, to and from plain torch.optim, through files and copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def trained(pair, name: str):
-    """An optimizer of ours and the plain one, two steps on."""
+    """Return an optimizer of ours and the plain one, two steps on."""
     options, plain_only = CLASSES[name]
     mine = getattr(optim, name)(pair.stored, **options)
     theirs = getattr(torch.optim, name)(pair.masters, **options, **plain_only)
@@ -33,7 +33,7 @@ def trained(pair, name: str):
 
 
 def new(pair, name: str):
-    """A new one of ours over the same parameters, with other options, which loading replaces."""
+    """Return a new one of ours over the same parameters, with other options, which loading replaces."""
     options, _ = CLASSES[name]
     return getattr(optim, name)(pair.stored, **{**options, "lr": 1e-7})
 

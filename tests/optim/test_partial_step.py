@@ -173,7 +173,7 @@ def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monke
 
 
 class Other(threading.Thread):
-    """Another thread that steps. `error`: what it got for that."""
+    """Steps in another thread. `error`: what it got for that."""
 
     error: Exception | None = None
 

@@ -84,7 +84,7 @@ def test_in_backward(tmp_path):
 
 @pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW])
 def test_what_is_unusual_and_computes_is_as_in_torch(twins, kind: type):
-    """Learning rates of zero and below, a tensor, one that grows huge."""
+    """Learning rates are zero and below, a tensor, or one that grows huge."""
     pair = twins("nvme", shapes=((40, 50), (7,)))
     mine, theirs = kind(pair.stored, fused=True), torch.optim.AdamW(pair.masters, fused=True)
     for lr in (0.0, -0.1, 1e30, torch.tensor(0.01), 0.1):

@@ -26,7 +26,7 @@ CLASSES = {
 
 
 def model(store: Path, seed: int, dtype: torch.dtype = torch.float32, placement: str = "nvme") -> nn.Sequential:
-    """Two stored layers, and one of ordinary parameters between them."""
+    """Return two stored layers, and one of ordinary parameters between them."""
     torch.manual_seed(seed)
     made = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 160), nn.Linear(160, 96, bias=False)).to(dtype)
     store.mkdir(exist_ok=True)

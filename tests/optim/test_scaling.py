@@ -1,4 +1,4 @@
-"""Unscaling and clipping of stored gradients: exact, and in bounded memory."""
+"""Unscaling and clipping of stored gradients is exact, and takes bounded memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPERATIONS: dict[str, Callable[[list[torch.Tensor]], object]] = {
 
 @pytest.fixture
 def pair(tmp_path, request: pytest.FixtureRequest) -> tuple[torch.nn.ParameterList, torch.nn.ParameterList]:
-    """Stored and ordinary parameters with the same gradients; the last one is ordinary on both sides."""
+    """Return stored and ordinary parameters with the same gradients; the last one is ordinary on both sides."""
     placement, dtype = request.param
     torch.manual_seed(0)
     gradients = [(3 * torch.randn(shape)).to(dtype) for shape in SHAPES]

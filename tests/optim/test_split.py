@@ -36,7 +36,7 @@ def kept(masters: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def of_any_upper_half(lower: int) -> torch.Tensor:
-    """Masters of any sign, exponent and upper bits."""
+    """Return masters of any sign, exponent and upper bits."""
     return (torch.arange(1 << 16, dtype=torch.int32) << 16 | lower).view(torch.float32)
 
 
@@ -213,7 +213,7 @@ def test_split_masters_become_whole_with_the_weights_that_are_there(
 
 
 def ordinary(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """A state dict's, without masters, as ordinary tensors of fp32."""
+    """Return a state dict's values, without masters, as ordinary tensors of fp32."""
     values = {n: {k: v for k, v in entry.items() if k not in (MASTER, MASTER_UP)} for n, entry in state.items()}
     return {
         n: {k: (v.full_tensor() if hasattr(v, "full_tensor") else v.clone()).float() for k, v in entry.items()}
@@ -261,7 +261,7 @@ def test_what_cannot_be_split_is_refused(twins) -> None:
 
 
 class Mixed(torch.nn.Module):
-    """A layer in bf16, and one in fp32."""
+    """Has a layer in bf16, and one in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Mixed(torch.nn.Module):
 
 
 def test_plans_have_them() -> None:
-    """Of bf16 parameters; those of fp32 have no master."""
+    """Parameters in bf16 have them; those of fp32 have no master."""
     x = torch.zeros(2, 64).bfloat16()
     plan = zinf_fx.export_plan(Mixed(), (x,), placement="nvme", pack=None, master_dtype="split")
     forms = {tile.name: tile.master_dtype for tile in plan.tiles}

@@ -1,4 +1,4 @@
-"""States in bf16: updated in fp32 and rounded when they are stored, bit for bit as in an explicit loop."""
+"""States in bf16 are updated in fp32 and rounded when they are stored, bit for bit as in an explicit loop."""
 
 from __future__ import annotations
 

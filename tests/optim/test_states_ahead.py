@@ -84,7 +84,7 @@ def layers() -> torch.nn.Module:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
-    """After two steps: the first one makes the states."""
+    """Return what trains, two steps on: the first one makes the states."""
     torch._dynamo.reset()
     training = Training(tmp_path)
     for _ in range(2):

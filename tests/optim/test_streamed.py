@@ -1,4 +1,4 @@
-"""Every class, bitwise against plain torch.optim, on every tier."""
+"""Every class is bitwise plain torch.optim's, on every tier."""
 
 from __future__ import annotations
 

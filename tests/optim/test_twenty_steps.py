@@ -1,4 +1,5 @@
-"""Twenty steps of training, bitwise as in plain PyTorch: every optimizer under everything that a training loop does."""
+"""Twenty steps of training are bitwise those of plain PyTorch: every optimizer under everything that a training loop
+does."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ CONDITIONS = {
 
 
 class Side:
-    """One model in training. Low-precision plain models have fp32 masters, as stored ones do by themselves."""
+    """Holds one model in training. Low-precision plain models have fp32 masters, as stored ones do by themselves."""
 
     def __init__(self, model: Net, optimizer: str, condition: Condition, *, stored: bool) -> None:
         self.model, self.condition = model, condition

@@ -1,4 +1,4 @@
-"""Optimizers that update whole parameters: bitwise what their classes do in memory, on every tier."""
+"""Optimizers that update whole parameters do bitwise what their classes do in memory, on every tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zinf_fx.runtime.gradients.accumulate import accumulate
 
 
 class Lion(torch.optim.Optimizer):
-    """Element by element."""
+    """Updates element by element."""
 
     def __init__(self, params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -45,7 +45,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """The norms of a whole parameter and of its update scale the update; `.data` is assigned, as older classes do."""
+    """Scales the update by the norms of a whole parameter and of its update; `.data` is assigned, as older classes
+    do."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})

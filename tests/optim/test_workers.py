@@ -71,7 +71,7 @@ def elsewhere(work: Callable[[], R]) -> R:
 
 
 def trained(store: Path, placement: str, form: dict[str, object], threads: int | None = None) -> list[torch.Tensor]:
-    """A model after some steps, and the optimizer's first moments."""
+    """Return a model after some steps, and the optimizer's first moments."""
     store.mkdir()
     torch.manual_seed(0)
     dtype = torch.float32 if store.name.endswith("fp32") else torch.bfloat16

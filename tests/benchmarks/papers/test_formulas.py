@@ -1,4 +1,4 @@
-"""The formulas against figures worked out by hand, statements of the papers, and each other."""
+"""The formulas agree with figures worked out by hand, statements of the papers, and each other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GPT_2 = {f.layers: 48, f.hidden: 1600, f.heads: 16, f.batch: 32, f.sequence: 102
 
 
 def test_the_model_states_of_section_3():
-    """12 x nl x hd² parameters, 240 x nl x hd² bytes."""
+    """There are 12 x nl x hd² parameters, and 240 x nl x hd² bytes."""
     assert f.transformer_parameters == 12 * f.layers * f.hidden**2
     states = f.model_states.subs(f.parameters, f.transformer_parameters).subs(INFINITY_STATES.values)
     assert states == 240 * f.layers * f.hidden**2
 
 
 def test_gpt_2_as_zero_has_it():
-    """ZeRO, sections 3.1 and 3.2: 1.5 billion parameters, 24 GB of states."""
+    """ZeRO, sections 3.1 and 3.2: 1.5 billion parameters have 24 GB of states."""
     parameters = evaluate(f.transformer_parameters, GPT_2)
     assert parameters == 12 * 48 * 1600 * 1600
     assert evaluate(f.model_states, {**ZERO_STATES.values, f.parameters: 1.5e9}) == 24e9
@@ -56,7 +56,7 @@ def test_every_block_between_checkpoints_is_working_memory():
     ],
 )
 def test_the_stages_of_zero(stage: str, formula: str):
-    """ZeRO, sections 5.1 to 5.3."""
+    """The stages are those of ZeRO, sections 5.1 to 5.3."""
     ours = per_device(PARTITIONED[stage]).subs({f.parameter_bytes: 2, f.gradient_bytes: 2})
     expected = sympy.sympify(formula, locals={"K": f.optimizer_bytes, "Psi": f.parameters, "N_d": f.ranks})
     assert sympy.simplify(ours - expected) == 0
@@ -93,7 +93,7 @@ def test_parameters_are_gathered_once_more_for_a_recomputation():
 
 
 def test_volumes_of_section_8():
-    """12 x seq x hd per block, and an all-gather more for P_a."""
+    """A block sends 12 x seq x hd, and P_a adds an all-gather."""
     block = f.layers * f.batch * f.sequence * f.hidden
     model_parallel, added = f.model_parallel_volume, f.partitioned_checkpoints_volume
     assert f.for_many_ranks(model_parallel) == 12 * block

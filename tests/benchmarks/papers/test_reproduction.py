@@ -34,7 +34,7 @@ def cell_of(table: Comparison, row: str, column: str) -> Cell:
 
 
 def explained(name: str) -> set[tuple[str, str]]:
-    """Row and column of the figures that differ by more than rounding."""
+    """Return row and column of the figures that differ by more than rounding."""
     table: Comparison = TABLES[name]
     pairs = [
         (row, column, cell) for row, cells in table.rows for column, cell in zip(table.columns, cells, strict=True)

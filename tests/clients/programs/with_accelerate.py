@@ -40,7 +40,7 @@ prepared, optimizer, loader, schedule = accelerator.prepare(model, optimizer, lo
 
 
 def epoch() -> list[torch.Tensor | float]:
-    """Losses of all ranks, and the parameters after."""
+    """Return losses of all ranks, and the parameters after."""
     losses = []
     for batch in loader:
         with accelerator.accumulate(prepared):
