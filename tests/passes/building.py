@@ -59,7 +59,7 @@ class Builder:
         return self.call(ops.gather, self._tokens[name], list(tile.shape), tile.dtype, torch.device("cpu"))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node and, by running it on fake tensors, the metadata of its result."""
+        """Add a node and, by running it on fake tensors, the metadata of its result."""
         node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self._fake:
@@ -98,7 +98,7 @@ class Builder:
 
     @staticmethod
     def moved(tile: Tile, tier: str) -> Tile:
-        """The tile, and its gradient, on another tier."""
+        """Return the tile, and its gradient, on another tier."""
         return replace(tile, tier=tier, gradient_tier=tile.gradient_tier and tier)
 
     def _values(self, graph: fx.Graph, context: GraphContext) -> Any:
@@ -124,7 +124,7 @@ def _random(fake: FakeTensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_tile(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Values of a tile. Bytes are such that any four of them are a finite number in fp32, as a scale is."""
+    """Return values of a tile. Bytes are such that any four of them are a finite number in fp32, as a scale is."""
     if dtype is torch.uint8:
         return torch.randint(0, 64, shape, generator=generator).to(dtype)
     return torch.randn(shape, generator=generator).to(dtype)

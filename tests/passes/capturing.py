@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass
 class Record:
-    """What happened to one captured model.
+    """Holds what happened to one captured model.
 
     `parameters`: full values by name; `trainable`: the names of those with gradients.
     `inputs`: by placeholder name, the last values that the forward and backward graph were called with.

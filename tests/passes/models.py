@@ -30,7 +30,7 @@ def case_since(version: str) -> Callable[[Case], Case]:
 
 
 class Expression(nn.Module):
-    """A model from parameters and a function of (model, *inputs)."""
+    """Makes a model from parameters and a function of (model, *inputs)."""
 
     def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Expression(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm residual MLP."""
+    """Is a pre-norm residual MLP."""
 
     def __init__(self, width: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def gradient_is_a_view_of_a_weight() -> tuple[nn.Module, tuple]:
 
 
 class _Constant(torch.autograd.Function):
-    """Its gradient depends on neither tangent nor weight."""
+    """Has a gradient that depends on neither tangent nor weight."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from zinf_fx.plan.schedule import Tile
 
 @dataclass
 class Outcome:
-    """What a graph computed: its results without gradients of tiles, and those by parameter name."""
+    """Holds what a graph computed: its results without gradients of tiles, and those by parameter name."""
 
     results: list[Any]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -140,14 +140,14 @@ def poison(buffer: torch.Tensor) -> None:
 
 
 def assert_close(ours: Any, theirs: Any, what: str = "result", tolerance: float = 1e-4) -> None:
-    """Equality within rounding of tensors, or of lists and mappings of them; of bf16, within that of bf16."""
+    """Assert equality within rounding of tensors, or of lists and mappings of them; of bf16, within that of bf16."""
     dtypes = {value.dtype for value in tree_leaves(theirs) if isinstance(value, torch.Tensor)}
     tolerance = 0.02 if torch.bfloat16 in dtypes else tolerance
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def assert_same(ours: Any, theirs: Any, what: str = "result") -> None:
-    """Bitwise equality of tensors, or of lists and mappings of them."""
+    """Assert bitwise equality of tensors, or of lists and mappings of them."""
     if isinstance(theirs, torch.Tensor):
         assert isinstance(ours, torch.Tensor), f"{what} is {ours!r}"
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, f"{what}: {ours.dtype} {tuple(ours.shape)}"

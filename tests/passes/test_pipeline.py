@@ -285,8 +285,8 @@ def _double(b: Builder, value: fx.Node) -> fx.Node:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Builder:
-    """A chain of operations over few tiles. Weights may be fetched long before they are used; some chains stop short,
-    and some tiles' values are results or gradients."""
+    """Draw a chain of operations over few tiles. Weights may be fetched long before they are used; some chains stop
+    short, and some tiles' values are results or gradients."""
     count = draw(st.integers(1, 4))
     tiers = draw(st.lists(st.sampled_from(["nvme", "host", "device"]), min_size=count, max_size=count))
     kind = draw(st.sampled_from(["inference", "forward", "backward"]))
@@ -343,7 +343,7 @@ def test_random_chains(built: Builder) -> None:
     shared=st.booleans(),
 )
 def test_random_turns(depth: int, distances: tuple[int, int, int], tiles: int | None, shared: bool) -> None:
-    """Forward and backward of a chain, hand-built: what forward starts is what backward needs in its prologue."""
+    """Forward and backward of a chain are hand-built: what forward starts is what backward needs in its prologue."""
     options = {} if tiles is None else {"device_memory": tiles * SIZE * SIZE * 4}
     names = [f"w{0 if shared and i == depth - 1 else i}" for i in range(depth)]
     made = []

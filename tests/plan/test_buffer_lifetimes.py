@@ -29,7 +29,7 @@ def tile(index: int, rows: int = 4, tier: str = "nvme", gradient_tier: str | Non
 
 
 def events(text: str) -> tuple[Event, ...]:
-    """`fetch a*, wait-release a!`: `*` for what forward starts for backward, `!` where the tile is resident."""
+    """Parse `fetch a*, wait-release a!`: `*` for what forward starts for backward, `!` where the tile is resident."""
     parsed = []
     for word in text.split(", "):
         kind, name = word.split()
@@ -48,7 +48,7 @@ def plan(forward: str, backward: str, separate: bool = False, **options: object)
 
 
 def named(planned: Plan, time: int) -> str:
-    """What happens at a time of the clock: `F` is forward, `B` backward, `*` forward for backward."""
+    """Say what happens at a time of the clock: `F` is forward, `B` backward, `*` forward for backward."""
     for letter, graph, start in zip("FB", planned.graphs, Clock(planned).starts, strict=False):
         if 0 <= time - start < len(graph.events):
             event = graph.events[time - start]
@@ -57,7 +57,7 @@ def named(planned: Plan, time: int) -> str:
 
 
 def tiles(planned: Plan, device: bool = False) -> dict[str, list[str]]:
-    """The spans of each tile's buffers, in order."""
+    """Return the spans of each tile's buffers, in order."""
     spans: dict[str, list[str]] = {}
     for buffer in device_buffers(planned) if device else host_buffers(planned):
         if buffer.what == "tile":

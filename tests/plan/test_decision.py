@@ -1,4 +1,4 @@
-"""`placement="auto"` for described machines: where a simulated step overrules the rule, and where it does not."""
+"""`placement="auto"` decides for described machines: a simulated step overrules the rule, or does not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 def machine(device: int, host: int = 1 << 40, **others: object) -> Hardware:
-    """A GPU with memory for so many bytes of states, and host memory likewise."""
+    """Describe a GPU with memory for so many bytes of states, and host memory likewise."""
     hardware = load("rtx-4090")
     memories = {"device": replace(hardware.device, capacity=device * 5 // 4)}
     memories["host"] = replace(hardware.host, capacity=host * 5 // 4)
@@ -79,7 +79,8 @@ def test_where_everything_fits_nothing_leaves_and_nothing_is_simulated():
 
 
 def of_parameters_and_activations_one_leaves() -> Hardware:
-    """Without the optimizer's states and gradients, parameters of `MODEL_BYTES` or the smaller activations too many."""
+    """Describe a machine on which, without the optimizer's states and gradients, parameters of `MODEL_BYTES` or the
+    smaller activations are too many."""
     return machine(device=MODEL_BYTES + 4096)
 
 

@@ -1,4 +1,4 @@
-"""`micro_batches="auto"` for described machines: as few micro-batches as fit and take about the least time."""
+"""`micro_batches="auto"` takes, for described machines, as few micro-batches as fit and take about the least time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware descriptions: those of the package, and what is refused of others."""
+"""Hardware descriptions of the package load, and others are checked."""
 
 from __future__ import annotations
 

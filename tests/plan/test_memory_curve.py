@@ -1,4 +1,4 @@
-"""Charts of a plan's memory: what they show per operator, and a golden text for a few and for many operators."""
+"""Charts of a plan's memory show it per operator, and as a golden text for a few and for many operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def chain(layers: int, width: int = 512) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """A matrix product per operator, every fourth of them larger."""
+    """Build a matrix product per operator, every fourth of them larger."""
     widths = [width * (4 if i % 4 == 3 else 1) for i in range(layers + 1)]
     with torch.device("meta"):
         linears = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]

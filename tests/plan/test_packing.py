@@ -1,4 +1,4 @@
-"""Places for buffers: none that are needed at a time overlap, and little is lost between them."""
+"""Places for buffers that are needed at a time don't overlap, and little is lost between them."""
 
 from __future__ import annotations
 

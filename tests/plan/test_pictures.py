@@ -216,7 +216,7 @@ document.body.textContent = "REPORT" + JSON.stringify(report) + "END";
 
 
 def browsed(page: str, folder: Path) -> dict:
-    """What the page's own script answers in a browser."""
+    """Return what the page's own script answers in a browser."""
     (folder / "page.html").write_text(page.replace("draw();\n</script>", f"draw();\n{BROWSED}</script>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
     command += ["--window-size=1200,800", "--virtual-time-budget=10000", "--dump-dom", f"file://{folder}/page.html"]

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's rule (section 7.1) by sizes alone: what leaves first, where to, and what is near its choice."""
+"""ZeRO-Infinity's rule (section 7.1) says by sizes alone what leaves first, where to, and what is near its choice."""
 
 from __future__ import annotations
 

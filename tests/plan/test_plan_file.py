@@ -113,7 +113,7 @@ def swap(plan: dict, first: str, second: str) -> None:
 
 
 def overlap(plan: dict) -> None:
-    """All buffers at one place."""
+    """Put all buffers at one place."""
     for graph in plan["graphs"]:
         for entry in graph["events"]:
             if "offset" in entry:
@@ -289,7 +289,7 @@ def test_a_file_without_an_end_is_refused():
 
 
 def places(value: object, path: tuple = ()) -> list[tuple]:
-    """Every place of a JSON value."""
+    """Return every place of a JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, item in inside for place in places(item, (*path, key)))]
 

@@ -1,4 +1,4 @@
-"""Simulated time, against timelines worked out by hand; and the invariants of any simulation."""
+"""Simulated time equals timelines worked out by hand; and the invariants of any simulation hold."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ SECONDS = {("forward", 0): 1.0, ("backward", 0): 2.0}
 
 
 def training(gradient_tier: str = "nvme", for_backward: bool = False) -> Plan:
-    """One operator each way."""
+    """Build one operator each way."""
     shards = {"ranks": 2, "shard": BLOCK // 2, "partitioned": True}
     tile = Tile("w", (BLOCK,), torch.bfloat16, "nvme", gradient_tier, state_tier="nvme", **shards)
     operators = (Operator(0, "mm", 1),)
@@ -354,7 +354,7 @@ def test_what_gradients_are_added_to_is_read_early_where_there_is_room():
 
 
 def of_parameters(count: int, nbytes: int = 2 * BLOCK, state_tier: str = "nvme") -> Plan:
-    """So many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
+    """Build so many operators each way, each with a parameter of its own in host memory; a chunk of states for each."""
     shape, where = (nbytes // 2,), {"tier": "host", "gradient_tier": "host", "state_tier": state_tier}
     tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(count))
     operators = tuple(Operator(i, "mm", 1) for i in range(count))
@@ -528,7 +528,8 @@ def test_what_waits_behind_a_long_job_begins_with_its_last_blocks():
 
 @pytest.mark.parametrize(("blocks", "seconds"), [(1, 4), (2, 3), (4, 25 / 12), (8, 37 / 24)])
 def test_a_disk_is_as_fast_as_many_blocks_are_under_way(blocks: int, seconds: float):
-    """A quarter of its rate for the last of them, half of it for the last but one, and so on; all of it for four."""
+    """It has a quarter of its rate for the last of them, half of it for the last but one, and so on; all of it for
+    four."""
     job = Job("a", "disk", 1.0, blocks=blocks)
     assert simulate([job], 4, alone=0.25).seconds == pytest.approx(seconds)
     others = Job("forward 0", "compute", 0.3), Job("forward 1", "compute", 0.1)
@@ -618,7 +619,7 @@ def test_the_host_updates_while_a_device_with_memory_of_its_own_computes():
 
 
 def test_an_optimizer_that_steps_in_backward_updates_what_is_whole():
-    """Beside backward on a device with memory of its own; else between its operators."""
+    """It updates beside backward on a device with memory of its own; else between its operators."""
     plan, names = of_parameters(2, state_tier="host"), ("backward 0", "update 0", "backward 1", "update 1")
     simulation = simulate_plan(plan, QUICK, OF_TWO, in_backward=True)
     assert rounded(simulation, *names) == [(2, 3), (3, 6), (3, 4), (6, 9)]

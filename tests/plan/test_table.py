@@ -31,7 +31,7 @@ def tiles(tier: str = "nvme", gradient_tier: str | None = None) -> tuple[Tile, .
 
 
 def hand_made(tier: str = "nvme") -> Plan:
-    """Two operators each way; distances of 1 everywhere, so that forward starts one tile's three transfers for
+    """Build two operators each way; distances are 1 everywhere, so that forward starts one tile's three transfers for
     backward."""
     transfers = ("fetch", "upload", "allgather")
     forward = (
@@ -69,7 +69,7 @@ def hand_made(tier: str = "nvme") -> Plan:
 
 
 class Tiny(nn.Module):
-    """Tied embedding and head, a norm, a frozen layer, a linear with bias."""
+    """Has a tied embedding and head, a norm, a frozen layer, and a linear layer with bias."""
 
     def __init__(self) -> None:
         super().__init__()

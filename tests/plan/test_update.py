@@ -17,7 +17,7 @@ ELEMENTS = 2 * WINDOW_ALIGNMENT
 
 
 def tile(name: str, height: int, state_tier: str = "nvme", **fields: object) -> Tile:
-    """A parameter of so many rows of WINDOW_ALIGNMENT elements."""
+    """Return a parameter of so many rows of WINDOW_ALIGNMENT elements."""
     where = {"tier": "nvme", "gradient_tier": "host", "state_tier": state_tier}
     return Tile(name, (height, WINDOW_ALIGNMENT), torch.float32, **where | fields)
 

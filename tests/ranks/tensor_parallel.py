@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """One of a transformer."""
+    """Is one layer of a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """With weights tied between the embedding and the head, or not."""
+    """Has weights tied between the embedding and the head, or not."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def model(tied: bool = False) -> GPT:
 
 
 def parallel(gpt: GPT, mesh: DeviceMesh, sequence: bool = False) -> GPT:
-    """Megatron's division: columns, then rows; with `sequence`, what lies between is divided along the sequence."""
+    """Divide as Megatron does: columns, then rows; with `sequence`, what lies between is divided along the sequence."""
     if sequence:
         plan = {
             "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
@@ -117,7 +117,7 @@ def mesh_of(dp: int, tp: int) -> DeviceMesh:
 
 
 def batches(steps: int, ranks: int, micro_batches: int) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """For each step, by micro-batch, by data-parallel rank: tokens and targets."""
+    """Return, for each step, by micro-batch, by data-parallel rank: tokens and targets."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         shape = (micro_batches, ranks, 2, 2, LENGTH)
@@ -148,7 +148,7 @@ def train(
     clip: float | None = None,
     no_sync: Callable[[], AbstractContextManager] = nullcontext,
 ) -> list[float]:
-    """Losses of the data-parallel rank `coordinate`: which, of how many."""
+    """Return losses of the data-parallel rank `coordinate`: which, of how many."""
     rank, ranks = coordinate
     losses = []
     for micro in batches(steps, ranks, micro_batches):
@@ -166,7 +166,7 @@ def train(
 
 
 def groups(gpt: nn.Module) -> list[dict]:
-    """The parameters, DTensors apart from others: plain fused optimizers can't have both in one group."""
+    """Return the parameters, DTensors apart from others: plain fused optimizers can't have both in one group."""
     parameters = list(gpt.parameters())
     distributed = [p for p in parameters if isinstance(p, DTensor)]
     return [{"params": distributed}, {"params": [p for p in parameters if not isinstance(p, DTensor)]}]

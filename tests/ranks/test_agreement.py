@@ -81,7 +81,7 @@ def test_what_many_ranks_can_not_do_is_refused():
 
 
 def replicas(rank: int) -> list[list[float]]:
-    """A replica that eager code initialised with each rank's own random numbers."""
+    """Train a replica that eager code initialised with each rank's own random numbers."""
     model = zinf_fx.offload(training.model(), placement="zero-2")
     torch.manual_seed(100 + rank)
     torch.nn.init.normal_(model.layers[0].weight)

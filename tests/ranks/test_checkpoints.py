@@ -54,7 +54,7 @@ def test_each_rank_writes_its_share(tmp_path: Path):
 
 
 def of_each_rank(rank: int, directory: Path) -> dict[str, Any]:
-    """Plain values and tensors that differ between ranks, and random states."""
+    """Load plain values and tensors that differ between ranks, and random states."""
     job, generator = Job(None, rank, "infinity-cpu"), torch.Generator().manual_seed(rank)
     sampler = Sampler(torch.arange(5000) + rank)
     torch.manual_seed(rank)
@@ -106,7 +106,7 @@ def test_of_another_number_of_ranks_nobody_knows_which_has_what(tmp_path: Path):
 
 
 def under_no_sync(rank: int, directory: Path, load: bool) -> str | bool:
-    """Gradients of each rank alone."""
+    """Save gradients of each rank alone."""
     job = Job(None, rank, "infinity-nvme")
     if load:
         try:

@@ -49,7 +49,7 @@ def train(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer, ra
 
 
 def small(rank: int) -> dict[str, float]:
-    """The largest difference to DistributedDataParallel."""
+    """Return the largest difference to DistributedDataParallel."""
     twin = Small()
     train(twin, nn.parallel.DistributedDataParallel(twin), torch.optim.AdamW(twin.parameters(), 0.1, fused=True), rank)
     apart = {}
@@ -157,7 +157,7 @@ def test_gradients_with_graphs_and_returned_ones_are_refused():
 
 
 def values(rank: int) -> dict[str, object]:
-    """What ranks agree on, whatever its dtype and strides; and what is written to files."""
+    """Return what ranks agree on, whatever its dtype and strides; and what is written to files."""
     torch.manual_seed(rank)
     model = nn.Linear(6, 40)
     model.weight = nn.Parameter(torch.randn(6, 40).t())
@@ -229,7 +229,7 @@ def test_odd_values_and_failures():
 
 
 def groups(rank: int) -> tuple[float, float]:
-    """Two models, of two ranks each."""
+    """Train two models, of two ranks each."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank)
     group = pairs[rank // 2]

@@ -17,7 +17,8 @@ OPTIONS = {"placement": "host"}
 
 
 def wrapped(rank: int) -> tuple[list[str], list[str], bool]:
-    """The refusals of both ways to wrap a model; the warnings without options, and whether it then trained as DDP."""
+    """Return the refusals of both ways to wrap a model; the warnings without options, and whether it then trained as
+    DDP."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     refusals, x = [], torch.full((2, 8), 1.0 + rank)

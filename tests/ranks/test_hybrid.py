@@ -1,5 +1,5 @@
-"""Hybrid sharding over a two-dimensional mesh: the training of DistributedDataParallel, in the bytes that the plan
-says; and gradients that are summed."""
+"""Hybrid sharding over a two-dimensional mesh trains as DistributedDataParallel, in the bytes that the plan says; and
+gradients are summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mesh_of(replicas: int) -> DeviceMesh:
 
 
 def compare(rank: int, cases: list[tuple[str, int]], loop: Loop) -> dict[tuple[str, int], float]:
-    """By preset and number of groups, the largest difference to DistributedDataParallel."""
+    """Return, by preset and number of groups, the largest difference to DistributedDataParallel."""
     return {
         (preset, replicas): differences(rank, [preset], loop, mesh=mesh_of(replicas))[0] for preset, replicas in cases
     }
@@ -37,7 +37,7 @@ def sent(rank: int, preset: str, replicas: int) -> tuple[int, int, int]:
 
 
 def formula(model: training.Model, preset: str, groups: Groups) -> int:
-    """As in test_presets, of a group; and an all-reduce of each gradient's shard over the groups."""
+    """Return the bytes as in test_presets, of a group; and an all-reduce of each gradient's shard over the groups."""
     total = 0
     for name, parameter in model.named_parameters():
         if "unused" in name:
@@ -76,7 +76,8 @@ def refusals(rank: int) -> list[str]:
 
 
 def written(rank: int, replicas: int) -> list[float]:
-    """What ranks agree on after each wrote something else: only each one's shard was taken over, where it has one."""
+    """Return what ranks agree on after each wrote something else: only each one's shard was taken over, where it has
+    one."""
     model = zinf_fx.offload(nn.Linear(64, 64), placement="infinity-nvme", mesh=mesh_of(replicas), collective_timeout=20)
     with torch.no_grad():
         model.weight.fill_(float(rank))

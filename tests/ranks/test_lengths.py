@@ -19,8 +19,8 @@ LENGTHS = [(7, 11, 5), (7, 9, 8), (12, 9, 3), (3, 30, 6), (1, 5, 9)]
 
 
 def batches(rank: int, micro_batches: int, multiple: int = 1, steps: int = 5) -> Iterator[list[torch.Tensor]]:
-    """For each step, this rank's micro-batches: tokens and targets, of other sizes than on other ranks. `multiple`: of
-    which the number of texts is one."""
+    """Return, for each step, this rank's micro-batches: tokens and targets, of other sizes than on other ranks.
+    `multiple`: of which the number of texts is one."""
     generator = torch.Generator().manual_seed(1000 + rank)
     for step, lengths in enumerate(LENGTHS[:steps]):
         yield [

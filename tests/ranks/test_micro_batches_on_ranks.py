@@ -16,8 +16,8 @@ from zinf_fx.plan.hardware import Hardware
 
 
 def decided(rank: int) -> float:
-    """The largest difference of a parameter to DistributedDataParallel's; by itself, the second rank finds that nothing
-    fits."""
+    """Return the largest difference of a parameter to DistributedDataParallel's; by itself, the second rank finds that
+    nothing fits."""
     loop = training.Loop(1, micro_batches=2, optimizers=training.adamw(eps=1e-2))
     _, parameters = training.train_plain(loop)
     machine = decisions.this_machine

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Taught(nn.Module):
-    """A trained part, and a frozen one in a graph of its own."""
+    """Has a trained part, and a frozen one in a graph of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def write(model: Taught, how: str, rank: int, step: int) -> None:
 
 
 def trained(model: Taught, student, teacher, optimizer: torch.optim.Optimizer, how: str, rank: int) -> list[float]:
-    """The losses. The second rank's batch has another size than the first one's, from the second step on."""
+    """Return the losses. The second rank's batch has another size than the first one's, from the second step on."""
     losses = []
     for step in range(STEPS):
         write(model, how, rank, step)

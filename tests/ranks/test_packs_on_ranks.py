@@ -90,7 +90,7 @@ def test_collectives_of_a_step_are_those_of_the_plan(size: int, presets: tuple[s
 
 
 class Apart(nn.Module):
-    """Two modules of small parameters, each offloaded by itself, in one graph."""
+    """Has two modules of small parameters, each offloaded by itself, in one graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ def apart(second: dict[str, Any], pack: object) -> tuple[list, list[set[str]]]:
 
 
 def treated_apart(rank: int, named: Sequence[str]) -> dict[str, bool]:
-    """By how the second module differs: whether training with packs is that without them, and no pack has both."""
+    """Return, by how the second module differs, whether training with packs is that without them, and no pack has
+    both."""
     others = {
         "reduction": {"gradient_reduction": "sum"},
         "dtype": {"reduce_dtype": torch.bfloat16},

@@ -16,7 +16,8 @@ HIDDEN = 250
 
 
 def states(rank: int) -> dict[str, tuple[int, int, int]]:
-    """By preset: bytes of model states on this rank, of them in the host arena, and the number of parameters."""
+    """Return, by preset: bytes of model states on this rank, of them in the host arena, and the number of
+    parameters."""
     by_preset = {}
     for preset in STAGES:
         torch.manual_seed(0)
@@ -36,7 +37,7 @@ def states(rank: int) -> dict[str, tuple[int, int, int]]:
 
 @pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
 def test_model_states_of_a_rank_follow_table_1(size: int):
-    """With Adam in mixed precision: 2 Psi of parameters, 2 Psi of gradients, 12 Psi of optimizer states."""
+    """Adam in mixed precision has 2 Psi of parameters, 2 Psi of gradients, 12 Psi of optimizer states."""
     for by_preset in on_ranks(size, states):
         for preset, (nbytes, in_arena, psi) in by_preset.items():
             stage = STAGES[preset]

@@ -64,8 +64,8 @@ def trained_stage(mesh: DeviceMesh, kind: type, steps: int, **options: object) -
 
 
 def as_alone(rank: int, cases: list[tuple[str, str, tuple[int, int]]], steps: int = 2) -> list[float]:
-    """By case (schedule, placement, how many data-parallel and tensor-parallel ranks): the largest difference to what
-    one process trains."""
+    """Return, by case (schedule, placement, how many data-parallel and tensor-parallel ranks), the largest difference
+    to what one process trains."""
     apart = []
     for schedule, placement, ranks in cases:
         kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]

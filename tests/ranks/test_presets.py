@@ -13,7 +13,7 @@ from zinf_fx.plan.sharding import Shards
 
 
 def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
-    """By preset: bytes that this rank sent in a step, that the plan says, and that the paper's formula says."""
+    """Return, by preset: bytes that this rank sent in a step, that the plan says, and that the paper's formula says."""
     by_preset = {}
     for preset in presets:
         # A pack is gathered for backward with biases that backward doesn't need.
@@ -24,8 +24,9 @@ def sent(rank: int, presets: tuple[str, ...]) -> dict[str, tuple[int, int, int]]
 
 
 def formula(model: training.Model, preset: str, size: int) -> int:
-    """ZeRO, section 7: 2 Psi for data parallelism and stages 1 and 2, 3 Psi for stage 3, of which each rank of a ring
-    sends (N - 1) / N. Biases of linear layers are not gathered for backward; what is not trained, and used, is."""
+    """Return the bytes of ZeRO, section 7: 2 Psi for data parallelism and stages 1 and 2, 3 Psi for stage 3, of which
+    each rank of a ring sends (N - 1) / N. Biases of linear layers are not gathered for backward; what is not trained,
+    and used, is."""
     total = 0
     for name, parameter in model.named_parameters():
         if "unused" in name:

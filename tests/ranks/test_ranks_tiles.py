@@ -1,4 +1,4 @@
-"""Parameters in tiles, each divided over the ranks: trained as in DistributedDataParallel, in the plan's bytes."""
+"""Parameters in tiles, each divided over the ranks, train as in DistributedDataParallel, in the plan's bytes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def train(run: nn.Module, parameters: list, optimizer: torch.optim.Optimizer, ra
 
 
 def from_disk(rank: int, replicas: int) -> tuple[float, int, int, int, int]:
-    """The largest difference to DistributedDataParallel; bytes sent in a step, and planned; how many tiles the largest
-    parameter has; and bytes by which the host arena took more than planned."""
+    """Return the largest difference to DistributedDataParallel; bytes sent in a step, and planned; how many tiles the
+    largest parameter has; and bytes by which the host arena took more than planned."""
     size = torch.distributed.get_world_size()
     plain = Wide()
     train(

@@ -1,4 +1,4 @@
-"""Models parallelised by PyTorch's tensor parallelism, then offloaded: sharded further over data-parallel ranks."""
+"""Models parallelised by PyTorch's tensor parallelism, then offloaded, are sharded further over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_accumulation_without_synchronisation_and_clipping():
 
 
 def checked_features(rank: int) -> dict[str, Any]:
-    """What users look at, on 2 x 2 ranks."""
+    """Return what users look at, on 2 x 2 ranks."""
     mesh, pipeline = tp.mesh_of(2, 2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "mp"))
     plain = tp.parallel(tp.model(tied=True), mesh["tp"])
     gpt = tp.parallel(tp.model(tied=True), mesh["tp"])
@@ -135,7 +135,7 @@ def test_what_users_look_at():
 
 
 def plain_fused(rank: int) -> bool:
-    """Whether PyTorch's own fused AdamW steps as over a plain model."""
+    """Return whether PyTorch's own fused AdamW steps as over a plain model."""
     mesh = tp.mesh_of(1, 2)
     losses = []
     for offloads in (False, True):

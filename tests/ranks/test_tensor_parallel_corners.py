@@ -1,4 +1,4 @@
-"""What happens to models of tensor parallelism around training steps: other graphs, copies, scaled losses."""
+"""Models of tensor parallelism go through other graphs, copies and scaled losses around training steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zinf_fx.runtime.tensor.stored_tensor import StoredTensor
 
 
 class Net(nn.Module):
-    """Two layers: the first one's columns are divided, the second one's rows. `factor`: of what goes in."""
+    """Has two layers: the first one's columns are divided, the second one's rows. `factor`: of what goes in."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ def models_are_parallelised_as_they_are_built(mesh: DeviceMesh) -> bool:
 
 
 def infinities_are_everyones(mesh: DeviceMesh) -> bool:
-    """Whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both have
-    whole, which is all that DTensor looks at."""
+    """Return whether both ranks skip a step for an infinity in one rank's part; the gradients begin with one that both
+    have whole, which is all that DTensor looks at."""
     model = Net(mesh)
     model.scale = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Replicate()]))
     zinf_fx.offload(model, placement="host")

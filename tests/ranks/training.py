@@ -67,7 +67,7 @@ def model(dtype: torch.dtype = torch.float32, seed: int = 0, tied: bool = True) 
 
 
 def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """For each step, this rank's micro-batches."""
+    """Return, for each step, this rank's micro-batches."""
     generator = torch.Generator().manual_seed(1000 + rank)
     for _ in range(steps):
         step = [torch.randint(VOCABULARY, (2, 3, 16), generator=generator) for _ in range(micro_batches)]
@@ -75,7 +75,7 @@ def batches(steps: int, rank: int, micro_batches: int) -> Iterator[list[tuple[to
 
 
 def data_parallel(plain: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel; on one rank, which has no process group, the model itself."""
+    """Return the model in DistributedDataParallel; on one rank, which has no process group, the model itself."""
     return nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True) if dist.is_initialized() else plain
 
 

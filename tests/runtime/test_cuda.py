@@ -1,4 +1,4 @@
-"""Models on a CUDA device: trained bitwise as plain PyTorch trains them there, within the memory of the schedule."""
+"""Models on a CUDA device train bitwise as plain PyTorch trains them there, within the memory of the schedule."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def build(dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def exactly(model: nn.Module, **options: object) -> Callable:
-    """The model compiled, with PyTorch's own kernels: to the bit."""
+    """Return the model compiled, with PyTorch's own kernels: to the bit."""
     return torch.compile(model, backend="zinf", options={"compute": "eager", **options})
 
 
@@ -95,7 +95,7 @@ def train(call: Callable, optimizer: torch.optim.Optimizer, accumulate: int = 1,
 
 
 class OnCpu(torch.optim.AdamW):
-    """The plain loop of ZeRO-Offload: AdamW over fp32 copies of the parameters in host memory."""
+    """Runs the plain loop of ZeRO-Offload: AdamW over fp32 copies of the parameters in host memory."""
 
     def __init__(self, parameters: list[nn.Parameter], **options: float) -> None:
         self.parameters = parameters

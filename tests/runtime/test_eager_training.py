@@ -1,4 +1,4 @@
-"""Training without a compiler: equal to plain PyTorch bitwise, and values are in memory one at a time."""
+"""Training without a compiler equals plain PyTorch bitwise, and values are in memory one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zinf_fx.errors import StoredTensorError
 
 
 class Transformer(nn.Module):
-    """Token to loss, with tied embeddings and a frozen layer."""
+    """Computes from token to loss, with tied embeddings and a frozen layer."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()

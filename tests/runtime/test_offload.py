@@ -28,7 +28,7 @@ from zinf_fx.runtime.tensor.tiers import Tiers
 
 
 class Model(nn.Module):
-    """Tied weights, a parameter at the root, a frozen one, buffers."""
+    """Has tied weights, a parameter at the root, a frozen one, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def trained() -> Model:
 
 
 def collect() -> None:
-    """Twice: the finalizers of the first round hold the store until they have run."""
+    """Collect twice: the finalizers of the first round hold the store until they have run."""
     gc.collect()
     gc.collect()
 
@@ -125,7 +125,7 @@ def test_nothing_to_move(tmp_path, model: nn.Module):
 
 
 class Special(nn.Parameter):
-    """Not a plain nn.Parameter."""
+    """Is not a plain nn.Parameter."""
 
 
 def with_parameter(parameter: nn.Parameter) -> Callable[[Model], None]:

@@ -162,7 +162,7 @@ class Case(NamedTuple):
     saved: list[list[int]]
 
     def choices(self) -> Iterable[tuple[int, ...]]:
-        """All sets of cuts."""
+        """Return all sets of cuts."""
         count = len(self.saved)
         return chain.from_iterable(combinations(range(count), size) for size in range(count + 1))
 
@@ -204,7 +204,7 @@ class _Deep(nn.Module):
 
 
 class _Narrowing(nn.Module):
-    """Layers with a middle in which little crosses, but more than between them."""
+    """Has layers with a middle in which little crosses, but more than between them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def segments_of(model: nn.Module, *inputs: torch.Tensor) -> Segments:
 
 
 def stacks(count: int, width: int = 4) -> nn.Module:
-    """An input projection, two stacks of numbered layers, and a head."""
+    """Return an input projection, two stacks of numbered layers, and a head."""
     return Expression(
         lambda m, x: m.head(m.decoder(m.encoder(m.embed(x)))).sum(),
         embed=nn.Linear(3, width),

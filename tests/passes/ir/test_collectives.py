@@ -1,4 +1,4 @@
-"""Functional collectives: what they read is there until they are over, and what they make is not there before."""
+"""What functional collectives read is there until they are over, and what they make is not there before."""
 
 from __future__ import annotations
 

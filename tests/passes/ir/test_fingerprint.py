@@ -1,4 +1,4 @@
-"""Fingerprints: what differs is named, and of a long line, what is around the difference."""
+"""Fingerprints name what differs, and of a long line, what is around the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes in flight: what counts, and for how long."""
+"""Bytes in flight count what is to be counted, for as long as it is in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 1024
 
 
 def backward() -> Builder:
-    """Two operators: the gradient of `a` is made in the first, that of `b` in the second."""
+    """Build two operators: the gradient of `a` is made in the first, that of `b` in the second."""
     built = Builder("backward", {"a": (16, 16), "b": (16, 32)})
     tangent = built.input(16, 16, name="tangents_1")
     da = built.call(aten.mm.default, tangent, built.gather("a"))

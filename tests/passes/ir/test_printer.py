@@ -1,4 +1,4 @@
-"""The printer: every state of a graph as text that depends on nothing but the graph."""
+"""The printer shows every state of a graph as text that depends on nothing but the graph."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def lowered() -> Builder:
 
 
 def forward() -> Builder:
-    """Two operators; the next graph needs `b`, then `a`."""
+    """Build two operators; the next graph needs `b`, then `a`."""
     built = lowered()
     a, b = 0, 1
     head = [PrologueTransfer(op, b, 3 - number) for number, op in enumerate(ops.TRANSFERS)]
@@ -92,7 +92,7 @@ def resident() -> Builder:
 
 
 def the(built: Builder, op: object, tile: str, for_backward: bool = False) -> fx.Node:
-    """The node that calls `op` for `tile`."""
+    """Return the node that calls `op` for `tile`."""
     return next(
         n
         for n in nodes_calling(built.graph, op)

@@ -10,7 +10,8 @@ from zinf_fx.passes.lowering.sink_gathers import SinkGathers
 
 
 def test_values_are_there_from_where_they_are_computed_to_their_last_use() -> None:
-    """Of 4 x 4 elements in fp32 each. A view keeps what it is of; what is returned, and an input, don't count."""
+    """Each value has 4 x 4 elements in fp32. A view keeps what it is of; what is returned, and an input, don't
+    count."""
     built = Builder("forward", {"a": (4, 4), "b": (4, 4)})
     x = built.input(4, 4)
     hidden = built.call(aten.mm.default, x, built.gather("a"))

@@ -39,7 +39,7 @@ def test_kernels_are_counted(model: nn.Module, eager: list[int], inductor: list[
 
 
 class Attending(nn.Module):
-    """Products of matrices, a convolution, and attention."""
+    """Has products of matrices, a convolution, and attention."""
 
     def __init__(self) -> None:
         super().__init__()

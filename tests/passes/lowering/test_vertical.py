@@ -19,7 +19,7 @@ TILES = {"a": (4, 4), "b": (4, 4)}
 
 
 def forward(**options: object) -> Builder:
-    """Two layers and a sum, of one of three micro-batches of three rows; the second layer drops values."""
+    """Build two layers and a sum, of one of three micro-batches of three rows; the second layer drops values."""
     built = Builder("forward", TILES, micro_batches=3, **options)
     x = built.call(ops.micro_batch, built.input(9, 4, name="primals_x"), 0, 3)
     scale = built.call(aten.full.default, [4], 2.0)
@@ -33,7 +33,7 @@ def forward(**options: object) -> Builder:
 
 
 def backward(**options: object) -> Builder:
-    """The gradient of the first layer."""
+    """Build the gradient of the first layer."""
     built = Builder("backward", {"a": (4, 4)}, micro_batches=3, **options)
     x, hidden = built.input(3, 4, name="micro_batch_default"), built.input(3, 4, name="hidden")
     tangent = built.call(aten.div.Tensor, built.input(name="tangents_1"), 3)
@@ -43,7 +43,7 @@ def backward(**options: object) -> Builder:
 
 
 def texts(**options: object) -> tuple[str, str]:
-    """Both graphs, of a step."""
+    """Return both graphs, of a step."""
     ahead, behind = forward(**options), backward(**options)
     for built in (ahead, behind):
         built.module.graph = built.graph

@@ -104,7 +104,7 @@ def test_numerics(name: str, options: dict[str, str]) -> None:
 
 
 class Stack(nn.Module):
-    """Layers of several sizes."""
+    """Has layers of several sizes."""
 
     def __init__(self) -> None:
         super().__init__()

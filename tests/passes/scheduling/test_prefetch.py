@@ -263,7 +263,7 @@ def test_in_one_operator_the_nearer_use_comes_first() -> None:
 
 
 def layers(count: int, **options: object) -> Record:
-    """A captured chain of linear layers, without biases."""
+    """Capture a chain of linear layers, without biases."""
     torch.manual_seed(0)
     stack = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(count)))
     model = Expression(lambda m, x: m.stack(x).relu().sum(), stack=stack)

@@ -169,7 +169,7 @@ def test_the_budget_holds(budget: int, prefetch: tuple[int, int, int] | None) ->
 
 
 def _saved_at_most(gaps: Sequence[Gap], free: Sequence[int]) -> int:
-    """By trying everything."""
+    """Find it by trying everything."""
     for count in range(len(gaps), 0, -1):
         for chosen in itertools.combinations(gaps, count):
             left = list(free)

@@ -93,7 +93,7 @@ def test_what_does_not_fit_together_stays_alone(limit: int) -> None:
 
 
 def test_only_one_kind_is_together() -> None:
-    """Frozen and trained, written, and on other tiers: each by itself."""
+    """Frozen and trained parameters, written ones, and those on other tiers are each by themselves."""
     built = Builder("forward", {"a": (4,), "b": (4,), "c": (4,), "d": (4,), "e": (4,)}, frozen=("b", "e"))
     values = [built.gather(name) for name in "abcde"]
     built.returns(built.call(aten.cat.default, [built.call(aten.relu.default, value) for value in values]))

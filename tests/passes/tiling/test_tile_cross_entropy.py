@@ -53,7 +53,8 @@ def config(tiles: int, dtype: torch.dtype = torch.float32) -> Config:
 
 
 def head_and_loss() -> Builder:
-    """Two rows, two ranges of three words: logits, loss, and the gradients of the activation and of the head."""
+    """Build two rows and two ranges of three words: logits, loss, and the gradients of the activation and of the
+    head."""
     built = Builder("joint", {"head": (6, 4)})
     x, target = built.input(2, 4), built.input(2, name="primals_y", dtype=torch.int64)
     tangent = built.input(name="tangents_1")

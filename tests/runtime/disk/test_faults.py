@@ -267,7 +267,7 @@ def test_a_limit_on_file_sizes_stops_a_training_before_its_first_step(tmp_path: 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 64 MiB in a file, where the machine allows one."""
+    """Yield an ext4 of 64 MiB in a file, where the machine allows one."""
     image, place = tmp_path / "image", tmp_path / "disk"
     place.mkdir()
     with open(image, "wb") as file:

@@ -1,4 +1,4 @@
-"""The store: data, space, the scratch directory's life and death."""
+"""The store keeps data, has space, and its scratch directory lives and dies with the job."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_limit_on_file_sizes_shows_at_allocation(store: Store):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB, where the machine allows one."""
+    """Yield a file system of 8 MiB, where the machine allows one."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)]
@@ -402,7 +402,7 @@ def test_kill_leaves_an_orphan_that_reclaim_removes_beside_a_live_store(tmp_path
 
 
 def test_reclaim_leaves_everything_else(tmp_path: Path):
-    """Things that resemble a dead job's directory, each in one respect not."""
+    """Things resemble a dead job's directory, each in one respect not."""
     name = "zinf-scratch-1-0123456789abcde"
 
     def directory(number: int, *files: str, mode: int = 0o700) -> Path:

@@ -40,7 +40,7 @@ SURVIVABLE = [
 
 @pytest.fixture(params=["disk", "memory", "both"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Path]]:
-    """A directory on a disk's file system, one on tmpfs, and both as one store."""
+    """Yield a directory on a disk's file system, one on tmpfs, and both as one store."""
     shm = Path("/dev/shm") / f"zinf-stress-{os.getpid()}"
     if request.param != "disk" and not os.access(shm.parent, os.W_OK):
         pytest.skip("no tmpfs")

@@ -110,7 +110,7 @@ def test_directories_on_one_device_share_a_queue(two: tuple[Path, Path], caplog:
 
 @pytest.fixture
 def other_device(tmp_path: Path) -> Iterator[Path]:
-    """A directory on another device than tmp_path."""
+    """Yield a directory on another device than tmp_path."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK) or os.stat(shm).st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("no second device")

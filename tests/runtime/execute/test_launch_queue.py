@@ -67,7 +67,7 @@ class Training:
         self._call = torch.compile(self.model, backend="zinf")
 
     def step(self) -> list[Launch]:
-        """The kernels of a step."""
+        """Return the kernels of a step."""
         first = len(self.queue.launches)
         self.run()
         for parameter in self.model.parameters():

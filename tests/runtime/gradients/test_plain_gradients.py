@@ -145,7 +145,7 @@ def test_no_gradient_shares_memory_with_anything(tmp_path):
 
 @pytest.mark.parametrize(("placement", "bound"), [slow("device", 15), ("host", 31)])
 def test_python_calls_for_each_parameter_of_a_compiled_step(tmp_path, monkeypatch, placement: str, bound: int):
-    """Of a whole step. Somebody who brings back work for each parameter sees it here."""
+    """The calls are those of a whole step. Somebody who brings back work for each parameter sees it here."""
     # As in a process that had no budget before, and no optimizer that steps in backward.
     monkeypatch.setattr(process, "_holds_little", False)
     monkeypatch.setattr(PendingGradient, "any_followed", False)

@@ -107,7 +107,7 @@ def test_as_much_is_read_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
-    """To some of the elements, through another window; to all, as a value."""
+    """It is written to some of the elements, through another window; to all, as a value."""
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.stored.bytes
     values = held.copied(0, held.count).clone()

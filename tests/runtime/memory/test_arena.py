@@ -1,4 +1,4 @@
-"""The arena: exact leases, reuse, and an exhaustion that explains itself."""
+"""The arena has exact leases, reuses memory, and explains its exhaustion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned places: handed out where they are free, and else another; the rest of the arena is for all others."""
+"""Planned places are handed out where they are free, and else another; the rest of the arena is for all others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_was_touched_is_counted_once() -> None:
 
 
 def test_places_and_leases_never_share_a_byte() -> None:
-    """At random: whoever has a buffer finds in it what it wrote."""
+    """Drawn at random, whoever has a buffer finds in it what it wrote."""
     generator = random.Random(0)
     arena = Arena("host", 2 * MIB)
     arena.reserve(MIB)

@@ -112,7 +112,7 @@ def test_training(tmp_path: Path, device: LateDevice, placement: object, accumul
     "name", ["updated there from memory", slow("infinity-nvme"), slow("device"), slow("zero-offload")]
 )
 def test_training_with_a_plain_optimizer(tmp_path: Path, name: str) -> None:
-    """Its states on each tier, updated on the CPU and on the device."""
+    """Its states are on each tier, updated on the CPU and on the device."""
     model = zinf_fx.offload(build(), store=tmp_path, placement=PLACEMENTS[name])
     plain, expected = plainly_trained(1)
     call = torch.compile(model, backend="zinf")

@@ -37,7 +37,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Tiles:
-    """Tiles of a stored tensor, tile n full of n + 1, and a region for two of them on a device."""
+    """Holds tiles of a stored tensor, tile n full of n + 1, and a region for two of them on a device."""
 
     def __init__(self, cuda: Streams, store: Path, tier: str, count: int) -> None:
         self.cuda = cuda

@@ -19,7 +19,7 @@ LATE = 0.3
 
 @pytest.fixture
 def storage(tmp_path: Path) -> TensorStorage:
-    """In the store, with the values 0, 1, ..."""
+    """Return a storage in the store, with the values 0, 1, ..."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.arange(COUNT, dtype=torch.float32))])
     zinf_fx.offload(model, store=tmp_path, placement="nvme")
     stored = model[0].stored

@@ -67,7 +67,7 @@ def _without(*names: str) -> Callable[[State, Path], State]:
 
 
 def _views_of_one(state: State, folder: Path) -> State:
-    """As libraries map files: one storage, in which each has a place of its own."""
+    """Return views as libraries map files: one storage, in which each has a place of its own."""
     whole = torch.cat([state[name].view(-1) for name in NAMES])
     return state | {name: part.view(9, 8) for name, part in zip(NAMES, whole.chunk(3), strict=True)}
 

@@ -1,4 +1,4 @@
-"""Complex parameters: what eager and compiled code computes with them, and training on the device."""
+"""Eager and compiled code compute with complex parameters, and these train on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def twins(store: Path, tier: str, dtype: torch.dtype = torch.complex64) -> tuple
 
 
 class Complex(nn.Module):
-    """Complex parameters beside a real one, conjugated in forward and by autograd."""
+    """Has complex parameters beside a real one, conjugated in forward and by autograd."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

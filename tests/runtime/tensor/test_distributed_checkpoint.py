@@ -1,4 +1,4 @@
-"""Stored tensors in torch.distributed.checkpoint, on one rank and on several."""
+"""torch.distributed.checkpoint saves and loads stored tensors, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_stored_and_ordinary_tensors_load_what_either_saved(tmp_path: Path, plac
 
 
 def made(placement: object, optimizer: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """A model with a shape that no number of ranks divides into rows, itself and compiled, and its optimizer."""
+    """Return a model with a shape that no number of ranks divides into rows, itself and compiled, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(67, 301), nn.GELU(), nn.LayerNorm(301), nn.Linear(301, 67, bias=False))
     dtype = torch.bfloat16 if optimizer == "bf16" else torch.float32
@@ -100,7 +100,7 @@ def step(run: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: in
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and states."""
+    """Return parameters and states."""
     tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
@@ -151,7 +151,7 @@ TRAININGS = [
 def test_what_is_loaded_is_what_was_saved(
     tmp_path: Path, how: str, saving: tuple[int, str], loading: list[tuple[int, str]], optimizer: str
 ):
-    """With its optimizer, on any number of ranks. On as many as saved it, the training goes on bit for bit."""
+    """The optimizer is saved too, on any number of ranks. On as many as saved it, the training goes on bit for bit."""
     size, placement = saving
     saved = on_ranks(size, train, tmp_path, placement, optimizer, how)
     for other_size, other_placement in loading:
@@ -213,7 +213,7 @@ print(*peaks, peak())
 
 @pytest.mark.slow
 def test_peaks(tmp_path: Path):
-    """Of 384 MiB of states."""
+    """The model has 384 MiB of states."""
     ended = run(PROGRAM, tmp_path)
     assert ended.returncode == 0, ended.stderr
     before, *peaks = map(int, ended.stdout.split())
@@ -256,7 +256,7 @@ def test_what_is_saved_in_the_background_is_what_there_was(tmp_path: Path, ranks
 class TestStoredBox:
     @pytest.fixture
     def box(self, tmp_path: Path) -> StoredBox:
-        """Rows 1 to 3 of a matrix of 5 by 6, columns 2 to 5."""
+        """Return rows 1 to 3 of a matrix of 5 by 6, columns 2 to 5."""
         tmp_path.joinpath("store").mkdir()
         matrix = nn.ParameterList([nn.Parameter(torch.arange(30.0).view(5, 6))])
         self.matrix = zinf_fx.offload(matrix, store=tmp_path / "store", placement="nvme")[0]

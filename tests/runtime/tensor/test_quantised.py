@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Packed(torch.Tensor):
-    """Four-bit integers, as a quantising library packs them: of a class of its own, and frozen."""
+    """Holds four-bit integers, as a quantising library packs them: of a class of its own, and frozen."""
 
     @staticmethod
     def __new__(cls, packed: torch.Tensor, scale: torch.Tensor) -> Packed:

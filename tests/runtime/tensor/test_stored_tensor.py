@@ -30,7 +30,7 @@ Make = Callable[..., nn.Parameter]
 
 @pytest.fixture
 def make(tier: str, tmp_path) -> Make:
-    """Stores a copy of a tensor, as a parameter, on one tier."""
+    """Store a copy of a tensor, as a parameter, on one tier."""
 
     def stored(value: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         holder = nn.Module()
@@ -261,7 +261,7 @@ def test_clipping_gradients_is_bitwise_equal_and_gathers_one_at_a_time(tmp_path,
 
 
 class Tied(nn.Module):
-    """Tied weights, a frozen one, and buffers."""
+    """Has tied weights, a frozen one, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()

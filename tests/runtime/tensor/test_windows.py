@@ -28,7 +28,7 @@ COUNT = 8192
 
 @pytest.fixture
 def storage(tmp_path: Path) -> TensorStorage:
-    """In the store, full of zeros."""
+    """Return a storage in the store, full of zeros."""
     config = Config(store=tmp_path, placement="nvme", host_memory="4MiB")
     stored = TensorStorage(
         config, LocalShard(Shards.of(COUNT, 1, True)), Allocation(Tiers(config), "nvme", [COUNT], torch.float32, CPU)
