@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""All tests share these fixtures."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def forkserver() -> ForkServerContext:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, and what it printed."""
+    """Holds how a program ended, and what it printed."""
 
     returncode: int
     stdout: str
@@ -53,7 +53,7 @@ class Ended:
 
 
 class Running:
-    """A program as text, with its arguments in `sys.argv[1:]`; `stdout` is read while it runs."""
+    """Runs a program given as text, with its arguments in `sys.argv[1:]`; `stdout` is read while it runs."""
 
     def __init__(self, program: str, *arguments: object) -> None:
         context = forkserver()

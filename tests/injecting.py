@@ -60,7 +60,7 @@ OPERATIONS = {"read": _engine.lib.ZINF_READ, "write": _engine.lib.ZINF_WRITE, "a
 
 
 def inject(target: Engine | Store, fault: Fault) -> None:
-    """Arms a fault in an engine, or in every engine of a store. At most 16 are armed at a time."""
+    """Arm a fault in an engine, or in every engine of a store. At most 16 are armed at a time."""
     raw = {
         "stage": getattr(lib, f"ZINF_{fault.stage.upper()}"),
         "operation": OPERATIONS[fault.operation],
@@ -75,7 +75,7 @@ def inject(target: Engine | Store, fault: Fault) -> None:
 
 
 def clear_faults(target: Engine | Store) -> None:
-    """Disarms every fault."""
+    """Disarm every fault."""
     for engine in _engines(target):
         lib.zinf_faults_inject(engine, ffi.NULL)
 

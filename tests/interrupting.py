@@ -1,4 +1,5 @@
-"""Ctrl-C, or another signal, at any line of the package: the signal itself, so that what holds it back is tried."""
+"""Ctrl-C, or another signal, strikes at any line of the package. It is the signal itself, so that what holds it back is
+tried."""
 
 from __future__ import annotations
 

@@ -82,12 +82,12 @@ class Job:
         return values
 
     def loss(self, number: int) -> Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         data = torch.Generator().manual_seed(number)
         return self.call(torch.randn(8, 48, generator=data).to(self.dtype))
 
     def train(self, until: int) -> list[float]:
-        """Micro-batches up to number `until`; every second one is followed by a step. Returns the losses."""
+        """Train on micro-batches up to number `until`; every second one is followed by a step. Return the losses."""
         losses = []
         micro_batches = 1 if self.options.get("step_in_backward") else MICRO_BATCHES
         while self.done < until:
@@ -103,7 +103,7 @@ class Job:
         return losses
 
     def values(self) -> dict[str, Tensor]:
-        """Every tensor of the model, its gradients, and of the optimizer."""
+        """Return every tensor of the model, its gradients, and of the optimizer."""
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"grad.{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for index, entry in self.adam.state_dict()["state"].items():
@@ -112,7 +112,7 @@ class Job:
 
 
 def divide(model: Net) -> None:
-    """Tensor parallelism over all ranks, by columns and by rows."""
+    """Apply tensor parallelism over all ranks, by columns and by rows."""
     columns, rows = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, {"first": columns, "tied": columns, "last": rows})

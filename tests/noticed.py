@@ -6,7 +6,7 @@ import threading
 
 
 class Noticed:
-    """A lock, in the place of another one. `is_asked_for`: whether a thread ever found it taken by another."""
+    """Takes the place of another lock. `is_asked_for`: whether a thread ever found it taken by another."""
 
     def __init__(self) -> None:
         self._lock, self.is_asked_for = threading.RLock(), threading.Event()

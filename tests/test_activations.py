@@ -107,7 +107,7 @@ def test_training_is_bitwise_that_of_plain_pytorch(tmp_path: Path, name: str) ->
 
 
 class Layer(nn.Module):
-    """A transformer's, without attention."""
+    """Is a transformer's layer, without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def planned(**options: object) -> Plan:
 
 @pytest.mark.slow
 def test_less_room_keeps_less() -> None:
-    """At nominal rates: what is chosen depends on those that are measured."""
+    """Rates are nominal: what is chosen depends on those that are measured."""
     with mock.patch.object(capture, "measured", lambda *_: capture.NOMINAL):
         _less_room_keeps_less()
 

@@ -127,7 +127,7 @@ def test_compile_options_replace_those_of_the_model(tmp_path):
 
 
 class Dropping(torch.nn.Module):
-    """Two layers with dropout, recomputed in backward."""
+    """Has two layers with dropout, recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def meta() -> Model:
 
 
 def saved(tmp_path: Path, how: str) -> Path:
-    """A base in a directory: quantised in a checkpoint, or as safetensors files."""
+    """Save a base in a directory: quantised in a checkpoint, or as safetensors files."""
     store = tmp_path / "store"
     store.mkdir()
     options = {"nf4": {"frozen_dtype": "nf4"}, "as it is": {}, "safetensors": {}}[how]
@@ -190,7 +190,7 @@ def test_buffers_without_values_take_those_of_the_base(tmp_path: Path):
 
 
 class Routed(nn.Module):
-    """Persistent buffers of many kinds, and others."""
+    """Has persistent buffers of many kinds, and others."""
 
     def __init__(self, bias: float = 0.0) -> None:
         super().__init__()

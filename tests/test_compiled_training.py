@@ -24,7 +24,7 @@ WIDTH = 16
 
 
 class Layers(nn.Module):
-    """Residual layers with a norm and dropout."""
+    """Has residual layers with a norm and dropout."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Looked(nn.Module):
 
 
 def trained(model: nn.Module, store: Path, compute: str, placement: str, **options: object) -> list[Tensor]:
-    """Losses of three steps, and the parameters then."""
+    """Return losses of three steps, and the parameters then."""
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     dynamic = True if "micro_batches" in options else None

@@ -16,7 +16,7 @@ def mib(*sizes: float) -> list[int]:
 
 
 def bars(text: str) -> list[str]:
-    """The columns of a chart, each from its lowest cell up, without axis and labels."""
+    """Return the columns of a chart, each from its lowest cell up, without axis and labels."""
     rows = [
         line[MARGIN - 1 :].split(" budget")[0] for line in text.splitlines() if line[MARGIN - 2 : MARGIN - 1] in "|│"
     ]

@@ -27,7 +27,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks of a page in these languages."""
+    """Return the fenced blocks of a page in these languages."""
     return [text for language, text in _FENCE.findall(page.read_text()) if language in languages]
 
 
@@ -36,7 +36,7 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """Files that a page links to, each with the heading in it, or ""."""
+    """Return files that a page links to, each with the heading in it, or ""."""
     targets = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page))
     return [((page.parent / path) if path else page, heading) for path, heading in targets if "://" not in path]
 
@@ -48,7 +48,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def shell_lines(page: Path, program: str) -> list[list[str]]:
-    """The command lines of a program in shell blocks, as lists of words."""
+    """Return the command lines of a program in shell blocks, as lists of words."""
     lines = "\n".join(blocks(page, "sh", "")).replace("$ ", "").splitlines()
     texts = [part.strip() for line in lines for part in line.split("&&")]
     return [shlex.split(text, comments=True) for text in texts if text.startswith(f"{program} ")]
@@ -61,7 +61,7 @@ def mentions(page: Path, program: str) -> list[list[str]]:
 
 
 def subcommands() -> dict[str, set[str]]:
-    """The options of each command of `zinf-fx`."""
+    """Return the options of each command of `zinf-fx`."""
     (action,) = parser()._subparsers._group_actions
     options = {name: set(command._option_string_actions) for name, command in action.choices.items()}
     (actions,) = action.choices["checkpoint"]._subparsers._group_actions

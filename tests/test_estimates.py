@@ -54,7 +54,7 @@ PER_LAYER = 12 * 512 * 512
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`only(*presets)`: estimates have these alone."""
+    """Let estimates have these presets alone: `only(*presets)`."""
     return lambda *presets: monkeypatch.setattr(estimates, "PLACEMENTS", presets)
 
 
@@ -225,7 +225,7 @@ def test_work_and_activations_of_a_layer(planner: Planner):
 
 @pytest.mark.slow
 def test_a_transformer_of_a_trillion_parameters(only):
-    """The third row of ZeRO-Infinity's figure 2a, for 4 sequences per device."""
+    """It is the third row of ZeRO-Infinity's figure 2a, for 4 sequences per device."""
     only("nvme")
     estimated = estimate(transformer(128, 25600, 256, 4), DGX_2)
     parameters = 12 * 128 * 25600**2
@@ -239,7 +239,8 @@ def test_a_transformer_of_a_trillion_parameters(only):
 
 
 def test_adapters_beside_a_frozen_transformer(only):
-    """By hand, for 2 layers of 64: 12 x 2 x 64^2 frozen parameters in nf4, and adapters of rank 4 in fp32."""
+    """Figures are by hand, for 2 layers of 64: 12 x 2 x 64^2 frozen parameters in nf4, and adapters of rank 4 in
+    fp32."""
     only("infinity-nvme")
     dimensions = {"layers": 2, "hidden": 64, "heads": 2, "batch": 3, "sequence": 5}
     estimated = estimate(of_transformer(**dimensions, lora=4, frozen="nf4"), RTX)
@@ -283,7 +284,7 @@ def test_other_states(only):
 
 
 class TwoLinears(nn.Module):
-    """`up` and its activation, then `down`; the loss is the mean."""
+    """Applies `up` and its activation, then `down`; the loss is the mean."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, checkpointed: bool = False) -> None:
         super().__init__()
@@ -400,7 +401,7 @@ def test_the_largest_models_of_figure_6a(
 
 @pytest.mark.slow
 def test_models_of_section_5_1_1(only):
-    """Model states of 100T parameters in 96 nodes."""
+    """Model states of 100T parameters fit in 96 nodes."""
     only("nvme")
     workload = transformer(315, 160 << 10, 1024)
     (huge,) = estimate(workload, replace(DGX_2, nodes=96), optimizer=Optimizer(16)).predictions
@@ -519,7 +520,7 @@ def test_what_a_device_lacks_nothing_of_moves_nothing(only):
 
 @pytest.mark.slow
 def test_bandwidths_are_those_of_section_4(only):
-    """68 GB/s for parameters at batch 1 and 50 %, and 1.23 TB/s for 16 bytes of states at batch 2 and 90 %."""
+    """They are 68 GB/s for parameters at batch 1 and 50 %, and 1.23 TB/s for 16 bytes of states at batch 2 and 90 %."""
     only("nvme")
     cluster = replace(DGX_2, nodes=32)
     work = transformer(128, 25600, 256, 2)

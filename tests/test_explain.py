@@ -27,7 +27,7 @@ BROKEN = [False, pytest.param(True, marks=pytest.mark.skipif(not CAN_ISOLATE, re
 
 
 class Model(nn.Module):
-    """Tied weights, a buffer, a norm; with `broken`, a graph break between two layers."""
+    """Has tied weights, a buffer, a norm; with `broken`, a graph break between two layers."""
 
     def __init__(self, broken: bool = False) -> None:
         super().__init__()

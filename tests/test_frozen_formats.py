@@ -30,7 +30,7 @@ WIDTH = 64
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter beside it (LoRA)."""
+    """Has a frozen linear layer with a low-rank adapter beside it (LoRA)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def in_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
 
 
 def trained(model: nn.Module, run, optimizer, steps: int = 3, rank: int = 0) -> list[Tensor]:
-    """The losses of a rank's steps."""
+    """Return the losses of a rank's steps."""
     torch.manual_seed(1 + rank)
     losses = []
     for _ in range(steps):
@@ -209,7 +209,7 @@ def test_tiles_of_rows_are_dequantised_one_after_the_other(tmp_path: Path):
 
 
 def test_the_plan_counts_the_bytes_of_the_format(tmp_path: Path):
-    """Without a store: of a model on the meta device."""
+    """The plan is without a store: of a model on the meta device."""
     with torch.device("meta"):
         model = Model()
     config = zinf_fx.Config(placement="nvme", frozen_dtype="nf4", store=tmp_path, pack=None)

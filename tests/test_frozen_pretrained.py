@@ -1,4 +1,4 @@
-"""The recipe of adding tokens: a pretrained base in four bits, whose embeddings and head are trained whole."""
+"""The recipe of adding tokens trains the embeddings and head of a pretrained base in four bits whole."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def batch(number: int = 0, rows: int = 4, device: str = "cpu") -> tuple[torch.Te
 
 
 def trained(model: nn.Module, compiled: Callable, steps: int = 3) -> list[torch.Tensor]:
-    """Losses, and then parameters."""
+    """Return losses, and then parameters."""
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
     results = []
     for step in range(steps):
@@ -175,7 +175,7 @@ def test_one_line_and_a_plan_each_for_training_and_evaluation(tmp_path: Path):
 
 
 class Other(Layers):
-    """The same parameters; something else is computed."""
+    """Has the same parameters; something else is computed."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens, targets).tanh()

@@ -125,7 +125,7 @@ class TwoLosses(nn.Module):
 
 
 def projected(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[Tensor]:
-    """A step with gradients of each loss, less what contradicts the other's (PCGrad). Returns the gradients."""
+    """Step with gradients of each loss, less what contradicts the other's (PCGrad). Return the gradients."""
     losses = run(batch)
     parameters = list(model.trunk.parameters())
     grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]

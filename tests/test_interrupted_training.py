@@ -36,7 +36,8 @@ _STEPS = 100
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of PyTorch's: those of several processes would wait for each other at each operator of models this small."""
+    """Let PyTorch use one thread: those of several processes would wait for each other at each operator of models this
+    small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,7 +150,7 @@ def _elementwise(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
 
 
 def test_an_interrupt_in_a_step(tmp_path: Path):
-    """At some lines of `step()` alone, over one layer."""
+    """It strikes at some lines of `step()` alone, over one layer."""
     training = Training(tmp_path, layers=1, width=8, placement="nvme")
     number, going = 1, True
     while going:
@@ -205,7 +206,7 @@ CASES = {
 
 
 def interrupt_lines(store: Path, case: str, first: int, stride: int) -> None:
-    """Steps with a Ctrl-C at a line of each, from the `first` on every `stride`-th, to the last of a step."""
+    """Step with a Ctrl-C at a line of each, from the `first` on every `stride`-th, to the last of a step."""
     training = Training(store, **CASES[case])
     number, going = first, True
     while going:
@@ -221,7 +222,7 @@ def interrupt_lines(store: Path, case: str, first: int, stride: int) -> None:
 @pytest.mark.parametrize("first", [1, 2], ids=["odd", "even"])
 @pytest.mark.parametrize("case", CASES)
 def test_interrupts_line_by_line(tmp_path: Path, case: str, first: int):
-    """At every line of forward, backward, `step()` and `zero_grad()` of two layers."""
+    """They strike at every line of forward, backward, `step()` and `zero_grad()` of two layers."""
     interrupt_lines(tmp_path, case, first, 2)
 
 
@@ -233,7 +234,7 @@ def interrupt_after(begins: threading.Event, seconds: float) -> None:
 
 
 def interrupt_at_random(store: Path, case: str, seconds: float, seed: int) -> None:
-    """Steps with a Ctrl-C at a random moment of each, in PyTorch's code and in ours."""
+    """Step with a Ctrl-C at a random moment of each, in PyTorch's code and in ours."""
     training, at_random = Training(store, **CASES[case]), random.Random(seed)
     begun = time.perf_counter()
     training.whole_step()

@@ -1,4 +1,4 @@
-"""Training under a memory limit that the kernel enforces: who exceeds it is killed."""
+"""Training runs under a memory limit that the kernel enforces: who exceeds it is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group of its own, without a limit yet."""
+    """Make a control group of its own, without a limit yet."""
     for root in ROOTS:
         path = root / f"zinf_fx_test_{os.getpid()}"
         try:

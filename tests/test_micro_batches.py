@@ -355,7 +355,7 @@ def test_a_graph_that_no_number_divides(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def captured(**options: Any) -> Capture:
-    """A small model's only graph."""
+    """Return a small model's only graph."""
     captures = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -402,7 +402,7 @@ def test_in_one_line(tmp_path: Path, micro_batches: object) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_groups_accumulate(tmp_path: Path, group: int) -> None:
-    """Eight micro-batches in groups: a sum of sums, which rounds in other places than the loop's."""
+    """Eight micro-batches are in groups: a sum of sums, which rounds in other places than the loop's."""
     torch.manual_seed(0)
     plain = Model()
     twin, compiled = twin_of(plain, tmp_path, micro_batches=group)
@@ -602,7 +602,7 @@ class Flat(nn.Linear):
 
 
 class Placed(nn.Embedding):
-    """Each word depends on all before it."""
+    """Makes each word depend on all before it."""
 
     def forward(self, words: Tensor, places: Tensor, mask: Tensor | None = None) -> Tensor:
         h = super().forward(words) * places[:, None]
@@ -610,7 +610,7 @@ class Placed(nn.Embedding):
 
 
 def one_sample() -> tuple[Tensor, Tensor]:
-    """Words [1, length] and places [length]."""
+    """Return words [1, length] and places [length]."""
     return torch.ones(1, LENGTH, dtype=torch.long), torch.arange(LENGTH, dtype=torch.float32)
 
 
@@ -677,7 +677,7 @@ class Differences(torch.nn.Module):
 
 @pytest.mark.parametrize("keyword", [slow(False), True])
 def test_a_width_that_is_equal_by_chance(tmp_path: Path, keyword: bool) -> None:
-    """In the first batch, or in a later one."""
+    """It is equal in the first batch, or in a later one."""
     torch.manual_seed(0)
     plain = Differences()
     twin = copy.deepcopy(plain)

@@ -194,7 +194,7 @@ def test_each_kind_of_device_has_packs_of_its_own_size() -> None:
 
 
 class Side:
-    """A model in training: a plain one, or one that is stored with `options`. It has two optimizers."""
+    """Holds a model in training: a plain one, or one that is stored with `options`. It has two optimizers."""
 
     def __init__(self, options: dict[str, Any] | None, model: nn.Module | None = None) -> None:
         if model is None:
@@ -209,7 +209,7 @@ class Side:
         self.losses: list[float] = []
 
     def train(self, batches: Sequence, *, accumulate: bool = False) -> None:
-        """A step for each batch; or one for all, of which all backward passes but the last don't synchronise."""
+        """Step for each batch; or once for all, of which all backward passes but the last don't synchronise."""
         for number, batch in enumerate(batches, start=1):
             with zinf_fx.no_sync() if accumulate and number < len(batches) else nullcontext():
                 loss = self.run(*batch)
@@ -221,7 +221,7 @@ class Side:
                     optimizer.zero_grad()
 
     def values(self) -> list[Tensor]:
-        """Parameters, and their states."""
+        """Return parameters, and their states."""
         tensors = list(self.model.parameters())
         for optimizer in self.optimizers:
             states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]

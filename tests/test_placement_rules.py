@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank update beside it."""
+    """Has a linear layer with a low-rank update beside it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

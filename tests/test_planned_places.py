@@ -56,7 +56,7 @@ def a_forward_in_vain(call: Call, batches: list[Tensor]) -> None:
 
 
 def an_error_in_backward(call: Call, batches: list[Tensor]) -> None:
-    """Between two graphs: what is expected for the second is dropped."""
+    """Raise between two graphs: what is expected for the second is dropped."""
     loss = call(batches[0])
     with pytest.raises(ZeroDivisionError):
         loss.register_hook(lambda gradient: 1 // 0)

@@ -1,4 +1,4 @@
-"""The formats of frozen weights: bytes per value, what comes back, and from which bytes."""
+"""The formats of frozen weights have so many bytes per value; these come back, from the right bytes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Training:
-    """A small GPT, and steps of it."""
+    """Holds a small GPT, and steps of it."""
 
     def __init__(self, store: Path, placement: object = "nvme", layers: int = 1, **options: object) -> None:
         torch._dynamo.reset()
@@ -136,7 +136,7 @@ def assert_operators_are_in_order(step: Step, plan: Plan) -> None:
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """With everything on NVMe, in several packs, after some steps. Tests that share it come first in this file."""
+    """Train with everything on NVMe, in several packs, for some steps. Tests that share it come first in this file."""
     training = Training(tmp_path_factory.mktemp("store"), pack="64KiB")
     for _ in range(3):
         training.step()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """The warnings of zinf_fx in the block."""
+    """Yield the warnings of zinf_fx in the block."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

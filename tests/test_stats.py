@@ -1,4 +1,4 @@
-"""Measured counters."""
+"""Counters say what a step moved."""
 
 from __future__ import annotations
 

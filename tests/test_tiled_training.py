@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Linears(torch.nn.Module):
-    """Odd sizes: no tile begins at a block of the store."""
+    """Has odd sizes: no tile begins at a block of the store."""
 
     def __init__(self, width: int = 37, inner: int = 111) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def trainer(
 
 
 def logged(run: transformers.Trainer) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+    """Return loss and gradient norm of every step."""
     return [(entry["loss"], entry["grad_norm"]) for entry in run.state.log_history if "loss" in entry]
 
 

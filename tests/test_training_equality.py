@@ -164,7 +164,7 @@ CODES = {"state_dtype": "8bit", "master_dtype": "split"}
 def test_bf16_equals_a_loop_with_an_fp32_master(
     size: int, placements: list, in_backward: bool, states: dict[str, str], loop: Loop
 ) -> None:
-    """In steps after backward, or in backward. With codes, blocks are those of the whole parameter on any number of
+    """Steps are after backward, or in backward. With codes, blocks are those of the whole parameter on any number of
     ranks."""
     loop = replace(loop, optimizers=adamw(step_in_backward=in_backward, **states))
     reference = partial(train_masters, rounds=bool(states))

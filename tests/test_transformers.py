@@ -120,7 +120,7 @@ def _losses(model: nn.Module, step: Callable, optimizer: torch.optim.Optimizer, 
 
 
 def _reference(plain: nn.Module) -> Callable:
-    """Eager PyTorch; up to torch 2.11, AOTAutograd rounds gradients of Llama otherwise, whatever the backend."""
+    """Return eager PyTorch; up to torch 2.11, AOTAutograd rounds gradients of Llama otherwise, whatever the backend."""
     return torch.compile(plain, backend="aot_eager") if BEFORE_2_12 else plain
 
 

@@ -75,7 +75,7 @@ class Several(Layers):
 
 
 class RowZeroed(Layers):
-    """A weight of which forward zeroes a row, through a view."""
+    """Has a weight of which forward zeroes a row, through a view."""
 
     def write(self) -> None:
         with torch.no_grad():
@@ -83,7 +83,7 @@ class RowZeroed(Layers):
 
 
 class ColumnSet(Layers):
-    """The same by assignment."""
+    """Does the same by assignment."""
 
     def write(self) -> None:
         with torch.no_grad():
@@ -91,7 +91,7 @@ class ColumnSet(Layers):
 
 
 class Both(Clamped):
-    """A weight and a view of it."""
+    """Has a weight and a view of it."""
 
     def write(self) -> None:
         row = self.last.weight.detach()[0]

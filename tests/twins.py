@@ -19,7 +19,7 @@ from zinf_fx.runtime.execute.executor import EXECUTOR
 
 
 class Net(nn.Module):
-    """A few layers; `hook` is called between them, inside or outside of the captured graph."""
+    """Has a few layers; `hook` is called between them, inside or outside of the captured graph."""
 
     def __init__(self, width: int = 32, layers: int = 4) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Net, Net]:
-    """A plain model, and its twin on disk."""
+    """Return a plain model, and its twin on disk."""
     torch.manual_seed(0)
     plain = Net()
     return plain, zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")

@@ -1,4 +1,4 @@
-"""What tests expect of PyTorch's versions: see docs/limits.md."""
+"""The tests expect this of PyTorch's versions: see docs/limits.md."""
 
 import pytest
 import torch
