@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import zinf_fx.runtime.tensor.rows  # noqa: F401  (registers the operations that read rows alone)
 from zinf_fx.arguments import check_model
 from zinf_fx.checkpoint.copying import replace
 from zinf_fx.checkpoint.models import by_plain_name

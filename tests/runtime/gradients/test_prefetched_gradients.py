@@ -110,7 +110,7 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     """It is written to some of the elements, through another window; to all, as a value."""
     parameter = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(parameter, store=tmp_path, placement="nvme").weight.stored.bytes
-    values = held.copied(0, held.count).clone()
+    values = held.copied([range(held.count)])[0].clone()
     window = held.prefetch(0, held.count)
     other = held.device_window(3, 5)
     other.wait().fill_(7.0)
@@ -120,7 +120,7 @@ def test_what_is_written_meanwhile_is_there(tmp_path: Path) -> None:
     assert current is window and torch.equal(current.wait(), values)
     current.wait().mul_(2.0)
     current.store()
-    assert torch.equal(held.copied(0, held.count), values * 2)
+    assert torch.equal(held.copied([range(held.count)])[0], values * 2)
 
 
 def test_who_writes_all_has_no_use_for_it(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
     """They have blocks of the store in common."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     held = zinf_fx.offload(layer, store=tmp_path, placement="nvme").weight.stored.bytes
-    values = held.copied(0, held.count).clone()
+    values = held.copied([range(held.count)])[0].clone()
     parts = [(0, 1500), (1500, 1500), (3000, held.count - 3000)]
     windows = [held.prefetch(*part) for part in parts]
     assert None not in windows
@@ -147,7 +147,7 @@ def test_neighbours_are_read_at_the_same_time_and_change_in_turn(tmp_path: Path)
         assert held.device_window(*part) is window
         window.wait().add_(1.0)
         window.store()
-    assert torch.equal(held.copied(0, held.count), values + 1.0)
+    assert torch.equal(held.copied([range(held.count)])[0], values + 1.0)
 
 
 def test_where_the_planned_place_is_taken_nothing_is_prefetch(tmp_path: Path) -> None:

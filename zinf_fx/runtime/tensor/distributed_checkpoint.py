@@ -182,7 +182,7 @@ class StoredBox(UnreadBox):
         for part in self._parts():
             elements = self._whole.hull(part)
             held, start = self._stored.settled(), self._stored.shard.position(elements.start)
-            there = held.copied(start, len(elements))
+            (there,) = held.copied([range(start, start + len(elements))])
             self._in(value, part).copy_(view_of(there, self._whole, elements.start, part))
         return value
 

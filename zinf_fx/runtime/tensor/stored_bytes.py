@@ -162,17 +162,22 @@ class StoredBytes:
         self.allocation.unfollow(window)
         return window
 
-    def copied(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` of the elements, from `start` on, in host memory, to be read: where they live, or in memory of
-        their own that is in no arena."""
+    def copied(self, parts: Sequence[range]) -> list[torch.Tensor]:
+        """Return some ranges of the elements in host memory, to be read: where they live, or in memory of their own
+        that is in no arena, into which all are read at the same time."""
         if self._in_host is not None:
-            return self.window(start, count).wait()
-        first, end = self._range(start, count)
-        opened, closed = self._in_blocks(first, end)
-        memory = mapped_empty((closed - opened) * self.allocation.dtype.itemsize).view(self.allocation.dtype)
-        if memory.numel():
-            self._read(opened, memory, memory).wait()
-        return memory[first - opened : end - opened]
+            return [self.window(part.start, len(part)).wait() for part in parts]
+        elements = [range(*self._range(part.start, len(part))) for part in parts]
+        blocks = [range(*self._in_blocks(part.start, part.stop)) for part in elements]
+        itemsize = self.allocation.dtype.itemsize
+        memory = mapped_empty(sum(map(len, blocks)) * itemsize).view(self.allocation.dtype).split([*map(len, blocks)])
+        reads = [self._read(read.start, into, into) for read, into in zip(blocks, memory, strict=True) if read]
+        for ticket in reads:
+            ticket.wait()
+        return [
+            into[part.start - read.start : part.stop - read.start]
+            for part, read, into in zip(elements, blocks, memory, strict=True)
+        ]
 
     def read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:
         """Start reading the elements from `start` on into `memory`, in `owner`'s buffer."""

@@ -48,6 +48,7 @@ from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
+    LAZY,
     Base,
     TensorMetadata,
     ViewStep,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+# Views whose elements are not those of what they are of.
+_OTHER = (aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 T = TypeVar("T", bound=torch.Tensor)
 S = TypeVar("S", bound="StoredTensor")
 
@@ -423,6 +426,8 @@ class StoredTensor(Checkpointable):
         self.expect_gradient()
         if self.captured:
             note_gathered(self)
+        elif (shown := _elements_shown(self)) is not None and (parts := self.stored.elements([shown])) is not None:
+            return parts[0].as_strided(self.shape, self.stride())
         return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
@@ -469,6 +474,17 @@ class StoredTensor(Checkpointable):
         check_device(target, "this stored tensor")
         collect_given_up_captures()
         return self._handed_on(stored_again(self, dtype, target))
+
+
+def _elements_shown(tensor: StoredTensor) -> range | None:
+    """Return the elements of the base from the first to the last that a view shows, in their order there: all of its
+    values are among them, at its strides. None where these are all elements, or more is done than to view them."""
+    views, whole = tensor.views, tensor.base.shape.numel()
+    if not views or not tensor.numel() or any(step.op in (*LAZY, *_OTHER) or not is_view(step.op) for step in views):
+        return None
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return range(first, first + reach + 1) if reach + 1 < whole else None
 
 
 @held_back
