@@ -98,9 +98,10 @@ def _moved(memory: Sequence[torch.Tensor], requests: Iterable[tuple[int, File, i
 
 
 def run(way: str, args: argparse.Namespace) -> dict:
-    """The answer of a worker, and the engine's rates before and after each of its saves while nothing else runs."""
+    """Return the answer of a worker, and the engine's rates before and after each of its saves while nothing else
+    runs."""
     folder = Path(tempfile.mkdtemp(dir=args.folder))
-    other = Path(tempfile.mkdtemp(dir=args.other if way in ("behind", "copies") and args.other else folder))
+    target = Path(tempfile.mkdtemp(dir=args.other if way in ("behind", "copies") and args.other else folder))
     try:
         store = folder / "store"
         store.mkdir()
@@ -108,7 +109,7 @@ def run(way: str, args: argparse.Namespace) -> dict:
         request = {"way": way, "model": model, "batch": args.batch}
         blocks = min(args.blocks, FEWER_BLOCKS.get(way, args.blocks))
         request |= {"steps": args.steps, "blocks": blocks, "saves": args.saves if way != "torch.save" else 1}
-        request |= {"store": str(store), "target": str(other)}
+        request |= {"store": str(store), "target": str(target)}
         with tempfile.TemporaryFile("w+") as errors:
             command = [sys.executable, str(WORKER), json.dumps(request)]
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
@@ -116,74 +117,75 @@ def run(way: str, args: argparse.Namespace) -> dict:
             with subprocess.Popen(command, **streams) as worker:
                 for answer in worker.stdout:
                     if answer == IDLE:
-                        rates.append(rate_of_copies(other))
+                        rates.append(rate_of_copies(target))
                         print(file=worker.stdin, flush=True)
             if worker.returncode:
                 errors.seek(0)
                 raise RuntimeError(f"{way} ended with status {worker.returncode}:\n{errors.read().strip()}")
         return {**json.loads(answer), "rates": rates}
     finally:
-        shutil.rmtree(other)
-        shutil.rmtree(folder, ignore_errors=other.is_relative_to(folder))
+        shutil.rmtree(target)
+        shutil.rmtree(folder, ignore_errors=target.is_relative_to(folder))
 
 
 def over_plain(rounds: Rounds, way: str) -> float:
-    """How many times as long a step with a save takes as one without, in the same process."""
+    """Return how many times as long a step with a save takes as one without, in the same process."""
     return median(saving / plain for plain, saving in _compared(rounds, way, "step"))
 
 
 def moved_more(rounds: Rounds, way: str, what: str) -> float:
-    """Bytes per step with a save that are moved besides those of one without; `what`: "read" or "written"."""
+    """Return how many more bytes a step with a save moves than one without. `what`: "read" or "written"."""
     return median(saving - plain for plain, saving in _compared(rounds, way, what))
 
 
 def _compared(rounds: Rounds, way: str, what: str) -> list[tuple[float, float]]:
-    """Of each block with saves, what it is compared with, and what was measured: `what` of a step."""
-    found = []
-    for one in (each[way] for each in rounds):
-        around = pairwise(block[what] for block in one["plain"])
-        found += [(mean(pair), block[what]) for pair, block in zip(around, one["saving"], strict=True)]
-    return found
+    """Return pairs of `what` of a step: the mean of the plain blocks around a block with saves, and that of the block
+    itself."""
+    compared = []
+    for answer in (by_way[way] for by_way in rounds):
+        around = pairwise(block[what] for block in answer["plain"])
+        compared += [(mean(pair), block[what]) for pair, block in zip(around, answer["saving"], strict=True)]
+    return compared
 
 
 def grown(rounds: Rounds, way: str) -> float:
-    """Bytes of memory at most, besides those of steps alone."""
-    return median(one[way]["grown"] - one["nothing"]["grown"] for one in rounds)
+    """Return by how many bytes the peak of memory grows more than with steps alone."""
+    return median(by_way[way]["grown"] - by_way["nothing"]["grown"] for by_way in rounds)
 
 
 def of_rate(rounds: Rounds, way: str) -> float:
-    """Of the engine's rate before and after it, what a save reaches that reads and writes all bytes."""
-    found = []
-    for one in (each[way] for each in rounds):
-        rates = [mean(pair) for pair in pairwise(one["rates"])]
-        found += [2 * one["nbytes"] / seconds / rate for seconds, rate in zip(one["saves"], rates, strict=True)]
-    return median(found)
+    """Return the share of the engine's rate around it that a save reaches which reads and writes all bytes."""
+    shares = []
+    for answer in (by_way[way] for by_way in rounds):
+        rates = [mean(pair) for pair in pairwise(answer["rates"])]
+        shares += [2 * answer["nbytes"] / seconds / rate for seconds, rate in zip(answer["saves"], rates, strict=True)]
+    return median(shares)
 
 
 def rows(rounds: Rounds) -> list[list[str]]:
-    found = []
+    table = []
     for way in rounds[0]:
-        answers = [one[way] for one in rounds]
-        blocks = [block for one in answers for block in one["saving"]]
+        answers = [by_way[way] for by_way in rounds]
+        blocks = [block for answer in answers for block in answer["saving"]]
         seconds = median(block["step"] for block in blocks)
         steps = median(block["steps"] for block in blocks)
         cells = [way, f"{steps:g}", f"{seconds:.2f}", f"{over_plain(rounds, way):.3f}"]
-        peak = in_words(round(median(one["peak"] for one in answers)))
+        peak = in_words(round(median(answer["peak"] for answer in answers)))
         if way == "nothing":
-            found.append([*cells, "", "", "", "", peak, "", ""])
+            table.append([*cells, "", "", "", "", peak, "", ""])
             continue
-        saves = median(second for one in answers for second in one["saves"])
-        loads = [second for one in answers for second in one["loads"]]
+        saves = median(second for answer in answers for second in answer["saves"])
+        loads = [second for answer in answers for second in answer["loads"]]
         rate = "" if way == "generations" else f"{of_rate(rounds, way):.2f}"
         moved = moved_more(rounds, way, "read") + moved_more(rounds, way, "written")
         cells += [f"{moved / 2**20:+,.0f} MiB", f"{saves:.2f}", in_words(answers[0]["nbytes"]), rate]
         cells += [peak, f"{grown(rounds, way) / 2**20:+,.0f} MiB" if "nothing" in rounds[0] else ""]
-        found.append([*cells, f"{median(loads):.1f}" if loads else ""])
-    return found
+        table.append([*cells, f"{median(loads):.1f}" if loads else ""])
+    return table
 
 
 def verdicts(rounds: Rounds) -> list[str]:
-    """What is asked for, and what was found."""
+    """Return a line for each bound: what was measured, and whether it keeps to it."""
 
     def written_more(rounds: Rounds, way: str) -> float:
         return moved_more(rounds, way, "written")
@@ -234,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bar.update()
     first = rounds[0][args.ways[0]]
     print(f"{machine()}; {first['parameters']:,} parameters, bf16 with fp32 masters and moments, all on disk")
-    if rates := [rate for each in rounds for one in each.values() for rate in one["rates"]]:
+    if rates := [rate for by_way in rounds for answer in by_way.values() for rate in answer["rates"]]:
         together = in_words(round(median(rates)))
         print(f"the engine reads and writes {together}/s together when it copies a file in this directory")
     print()

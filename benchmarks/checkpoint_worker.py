@@ -143,8 +143,8 @@ def measure(request: dict) -> dict:
     elif way == "torch.save":
         nbytes = (target / "checkpoint.pt").stat().st_size
     return {
-        "plain": [one._asdict() for one in plain],
-        "saving": [one._asdict() for one in saving],
+        "plain": [measured._asdict() for measured in plain],
+        "saving": [measured._asdict() for measured in saving],
         "saves": saves,
         "loads": loads,
         "nbytes": nbytes,

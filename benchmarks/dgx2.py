@@ -1,4 +1,4 @@
-"""The runs of ZeRO-Infinity's table 1, planned and simulated on the DGX-2 cluster that the paper describes.
+"""Plan and simulate the runs of ZeRO-Infinity's table 1 on the DGX-2 cluster that the paper describes.
 
     python benchmarks/dgx2.py [--runs 10B 50B 100B 5T 10T 20T] [--json]
 
@@ -49,8 +49,15 @@ ON_NVME = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "acti
 
 @dataclass(frozen=True)
 class Run:
-    """A row of table 1: hidden size in K, sequences per GPU, layers between two checkpoints (ci). `printed`: table 4's
-    least, greatest and measured TFLOP/s, or what section 7.4 says all of one node are over."""
+    """A run is a row of table 1.
+
+    Attributes:
+        hidden: the hidden size in K.
+        batch: sequences per GPU.
+        interval: layers between two checkpoints (ci).
+        printed: table 4's least, greatest and measured TFLOP/s.
+        over: the TFLOP/s that all runs on one node are over, as section 7.4 says.
+    """
 
     name: str
     nodes: int
@@ -75,7 +82,14 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: seconds, FLOP, and seconds of jobs; and for which forward and backward waited."""
+    """The figures of one step.
+
+    Attributes:
+        seconds: of the step.
+        flops: FLOP of the step.
+        computing, between_devices, optimizer, checkpoints: seconds of its jobs.
+        waited: seconds for which forward and backward waited for each resource.
+    """
 
     seconds: float
     flops: float
@@ -87,25 +101,26 @@ class Figures:
 
     @property
     def rate(self) -> float:
-        """FLOP per second."""
+        """Return the FLOP per second."""
         return self.flops / self.seconds
 
     @property
     def efficiency(self) -> float:
-        """What the states leave, each alone with computing (equation 2), added up (section 7.7)."""
+        """Return 1 less the shares of a step that the states take, each alone with computing (equation 2 and section
+        7.7)."""
         states = (self.between_devices, self.optimizer, self.checkpoints)
         return 1 - sum(moving / (moving + self.computing) for moving in states)
 
-    def extended(self, other: Figures, steps: float) -> Figures:
-        """With what `other` has more, so many times."""
-        own, theirs = vars(self), vars(other)
-        grown = {name: one + steps * (theirs[name] - one) for name, one in own.items() if name != "waited"}
-        waited = {name: one + steps * (other.waited[name] - one) for name, one in self.waited.items()}
+    def extended(self, deeper: Figures, steps: float) -> Figures:
+        """Return this step with what `deeper` adds, `steps` times."""
+        own, theirs = vars(self), vars(deeper)
+        grown = {name: figure + steps * (theirs[name] - figure) for name, figure in own.items() if name != "waited"}
+        waited = {name: seconds + steps * (deeper.waited[name] - seconds) for name, seconds in self.waited.items()}
         return Figures(**grown, waited=waited)
 
 
 def plan_of(run: Run, layers: int) -> Plan:
-    """The plan of a run at some depth, for a batch that the run's is a quarter of."""
+    """Return the plan of a run with so many layers, for four times its batch."""
     config = GPTConfig(layers=layers, hidden=run.hidden * K, heads=run.hidden * K // HEAD, context=K)
     with torch.device("meta"), default_dtype(torch.float16):
         model, inputs = GPT(config), example_batch(config, batch=int(4 * run.batch))
@@ -114,7 +129,7 @@ def plan_of(run: Run, layers: int) -> Plan:
 
 
 def figures(plan: Plan, run: Run, hardware: Hardware, in_turn: bool = False) -> Figures:
-    """A simulated step of a plan; `in_turn`: with nothing overlapped."""
+    """Return the figures of a simulated step of a plan. `in_turn`: nothing overlaps."""
     simulation = simulate_plan(with_batch(plan, run.batch), hardware, in_turn=in_turn, overlap=False)
     activations = {tile.label for graph in plan.graphs for tile in graph.tiles if tile.activation}
 
@@ -138,7 +153,7 @@ def figures(plan: Plan, run: Run, hardware: Hardware, in_turn: bool = False) -> 
 
 
 def simulated(run: Run) -> dict[str, object]:
-    """A row: TFLOP/s of a run, and what computing waits for."""
+    """Return the row of a run: its TFLOP/s, and what computing waits for."""
     depths = (2 * run.interval, 4 * run.interval)
     plans = [plan_of(run, layers) for layers in depths]
     steps = (run.layers - depths[0]) / (depths[1] - depths[0])
@@ -174,19 +189,19 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=[run.name for run in RUNS], default=[run.name for run in RUNS])
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
-    found = [simulated(run) for run in RUNS if run.name in options.runs]
+    rows = [simulated(run) for run in RUNS if run.name in options.runs]
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
         return
     heads = ["run", "paper", "actual", "off at 62", "at 70", "on at 78", "7.7 least", "7.7 most", "computing waits for"]
-    print(tabulate([_row(one) for one in found], headers=heads, disable_numparse=True, stralign="right"))
+    print(tabulate([_cells(row) for row in rows], headers=heads, disable_numparse=True, stralign="right"))
 
 
-def _row(one: dict) -> list[str]:
-    paper = f"{one['printed'][0]:g} to {one['printed'][1]:g}" if one["printed"] else f"over {one['over']:g}"
-    rates = [f"{one[name]:.1f}" for name in ("off", "average", "on", "least", "most")]
-    waits = f"{one['waits_for']}, {one['waited']:.0%}" if one["waits_for"] else "nothing"
-    return [one["run"], paper, f"{one['printed'][2]:g}" if one["printed"] else "", *rates, waits]
+def _cells(row: dict) -> list[str]:
+    paper = f"{row['printed'][0]:g} to {row['printed'][1]:g}" if row["printed"] else f"over {row['over']:g}"
+    rates = [f"{row[name]:.1f}" for name in ("off", "average", "on", "least", "most")]
+    waits = f"{row['waits_for']}, {row['waited']:.0%}" if row["waits_for"] else "nothing"
+    return [row["run"], paper, f"{row['printed'][2]:g}" if row["printed"] else "", *rates, waits]
 
 
 if __name__ == "__main__":

@@ -79,12 +79,15 @@ class Subject:
         with zinf_fx.record(self.model) as recording:
             self._step()
         self._step()
-        traffic = [each for plan in recording.plans for _, each in phases(plan)]
-        self.planned = sum(one.nvme_to_host for one in traffic), sum(one.host_to_nvme for one in traffic)
+        traffic = [of_phase for plan in recording.plans for _, of_phase in phases(plan)]
+        self.planned = (
+            sum(of_phase.nvme_to_host for of_phase in traffic),
+            sum(of_phase.host_to_nvme for of_phase in traffic),
+        )
         self._step()
         with recorded(self.tiers) as requests:
             self._step()
-        sizes = [(blocks(one.nbytes), one.write) for one in requests.requests]
+        sizes = [(blocks(request.nbytes), request.write) for request in requests.requests]
         self.moved = tuple(sum(nbytes for nbytes, write in sizes if write == which) for which in (False, True))
         self._optimizer.finish()
         self.engine = EngineAlone(self.tiers.store, requests.requests, self.tiers.planned_peak)
@@ -139,12 +142,12 @@ def shares_of(recording: Recording, start: float, end: float) -> dict[str, float
         "waits": ("wait",),
         "disk": DISK,
     }
-    slices = [one for step in recording.steps for one in step.slices]
+    slices = [span for step in recording.steps for span in step.slices]
 
     def during(kinds: Sequence[str]) -> list[range]:
-        chosen = (one for one in slices if one.name.partition(" ")[0] in kinds)
-        found = ((max(one.start, start), min(one.end, end)) for one in chosen)
-        return merged(range(round(first * 1e9), round(last * 1e9)) for first, last in found)
+        chosen = (span for span in slices if span.name.partition(" ")[0] in kinds)
+        clipped = ((max(span.start, start), min(span.end, end)) for span in chosen)
+        return merged(range(round(first * 1e9), round(last * 1e9)) for first, last in clipped)
 
     times = {name: sum(map(len, during(words))) / 1e9 for name, words in kinds.items()}
     # Operators wait and update, too, before they compute.
@@ -168,7 +171,7 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
                 bar.set_postfix_str(mode)
                 if turn == "step":
                     subject.train(args.steps)
-                    rounds[number]["step"] = median(one["all"] for one in subject.seconds[-args.steps :])
+                    rounds[number]["step"] = median(step["all"] for step in subject.seconds[-args.steps :])
                 else:
                     memory = timed_step(in_memory, batch, clip=None)["step"]
                     limits = {"engine": seconds(subject.engine.run), "memory": memory}
@@ -187,12 +190,12 @@ def row(mode: str, subject: Subject, rounds: Sequence[dict[str, float]]) -> dict
     return {
         "mode": mode,
         "parameters": sum(p.numel() for p in subject.model.parameters()),
-        **{name: median(one[name] for one in subject.seconds) for name in ("all", *PHASES, "ready")},
+        **{name: median(step[name] for step in subject.seconds) for name in ("all", *PHASES, "ready")},
         "planned": subject.planned,
         "moved": subject.moved,
-        **{name: median(one[name] for one in rounds) for name in ("engine", "memory")},
-        "ratio_to_engine": median(one["engine"] / one["step"] for one in rounds),
-        "ratio": median(one["limit"] / one["step"] for one in rounds),
+        **{name: median(times[name] for times in rounds) for name in ("engine", "memory")},
+        "ratio_to_engine": median(times["engine"] / times["step"] for times in rounds),
+        "ratio": median(times["limit"] / times["step"] for times in rounds),
         "where": subject.recorded(),
         "rounds": list(rounds),
     }

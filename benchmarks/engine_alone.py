@@ -76,11 +76,15 @@ class EngineAlone:
         self._memory.view(-1, PAGE).copy_(torch.randint(0, 256, (PAGE,), dtype=torch.uint8))
         sizes = {request.extent.generation: request.extent.nbytes for request in requests}
         self._extents = {generation: store.allocate(nbytes) for generation, nbytes in sizes.items()}
-        self._move(dict.fromkeys((one.extent.generation, one.offset, one.nbytes, True) for one in requests))
+        self._move(
+            dict.fromkeys((request.extent.generation, request.offset, request.nbytes, True) for request in requests)
+        )
 
     def run(self) -> None:
         """Returns when everything is moved."""
-        self._move((one.extent.generation, one.offset, one.nbytes, one.write) for one in self._requests)
+        self._move(
+            (request.extent.generation, request.offset, request.nbytes, request.write) for request in self._requests
+        )
 
     def _move(self, requests: Iterable[tuple[int, int, int, bool]]) -> None:
         under_way: deque[tuple[Ticket, range]] = deque()
@@ -89,7 +93,7 @@ class EngineAlone:
             if position + blocks(nbytes) > len(self._memory):
                 position = 0
             part = range(position, position + blocks(nbytes))
-            while any(other.start < part.stop and part.start < other.stop for _, other in under_way):
+            while any(moving.start < part.stop and part.start < moving.stop for _, moving in under_way):
                 under_way.popleft()[0].wait()
             start = self._store.write if write else self._store.read
             address = self._memory.data_ptr() + part.start

@@ -36,19 +36,21 @@ HEADERS = ("base", "s/step", "/ memory", "limit / step", "read, planned", "count
 
 def rows(rounds: Sequence[dict[str, dict]], rate: float) -> list[list[str]]:
     """`rate`: at which the engine reads, bytes per second."""
-    found = []
+    table = []
     for base in rounds[0]:
-        answers = [one[base] for one in rounds]
-        ratio = median(one[base]["step"] / one["memory"]["step"] for one in rounds)
-        limits = [max(one["memory"]["step"], one[base]["read"] / rate) / one[base]["step"] for one in rounds]
-        peak = median(one["peak"] for one in answers)
-        of_memory = peak / median(one["memory"]["peak"] for one in rounds)
+        answers = [by_base[base] for by_base in rounds]
+        ratio = median(by_base[base]["step"] / by_base["memory"]["step"] for by_base in rounds)
+        limits = [
+            max(by_base["memory"]["step"], by_base[base]["read"] / rate) / by_base[base]["step"] for by_base in rounds
+        ]
+        peak = median(answer["peak"] for answer in answers)
+        of_memory = peak / median(by_base["memory"]["peak"] for by_base in rounds)
         disk = ["", "", ""]
         if base != "memory":
             disk = [f"{median(limits):.2f}", *(in_words(round(answers[-1][name])) for name in ("planned", "read"))]
-        cells = [base, f"{median(one['step'] for one in answers):.2f}", f"{ratio:.2f}", *disk]
-        found.append([*cells, in_words(round(peak)), f"{of_memory:.2f}"])
-    return found
+        cells = [base, f"{median(answer['step'] for answer in answers):.2f}", f"{ratio:.2f}", *disk]
+        table.append([*cells, in_words(round(peak)), f"{of_memory:.2f}"])
+    return table
 
 
 def parser() -> argparse.ArgumentParser:

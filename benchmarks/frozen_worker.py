@@ -74,7 +74,7 @@ def measure(request: dict) -> dict:
     else:
         with zinf_fx.record(model) as recording:
             step()
-        planned = sum(each.nvme_to_host for plan in recording.plans for _, each in phases(plan))
+        planned = sum(traffic.nvme_to_host for plan in recording.plans for _, traffic in phases(plan))
     seconds, before = [], zinf_fx.stats(model).bytes_read
     for _ in range(request["steps"]):
         started = time.perf_counter()

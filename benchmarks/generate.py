@@ -31,18 +31,18 @@ VARIANTS = ("memory", "zinf", "eager")
 _HEAD = 64
 
 
-def row(batch: int, variant: str, found: dict, memory: dict | None) -> list[str]:
-    rate = batch / found["seconds"]
-    cells = [str(batch), variant, f"{found['first']:.3f}", f"{found['seconds']:.4f}", f"{rate:.2f}"]
-    cells += [f"{memory['seconds'] / found['seconds']:.2f}" if memory else ""]
-    if "planned_seconds" in found:
-        planned = found["planned_seconds"]
-        cells += [f"{batch / planned:.2f}", f"{planned / found['seconds']:.2f}"]
-        cells += [in_words(round(found["read"])), in_words(found["planned_read"])]
+def row(batch: int, variant: str, answer: dict, memory: dict | None) -> list[str]:
+    rate = batch / answer["seconds"]
+    cells = [str(batch), variant, f"{answer['first']:.3f}", f"{answer['seconds']:.4f}", f"{rate:.2f}"]
+    cells += [f"{memory['seconds'] / answer['seconds']:.2f}" if memory else ""]
+    if "planned_seconds" in answer:
+        planned = answer["planned_seconds"]
+        cells += [f"{batch / planned:.2f}", f"{planned / answer['seconds']:.2f}"]
+        cells += [in_words(round(answer["read"])), in_words(answer["planned_read"])]
     else:
         cells += ["", "", "", ""]
-    equal = "" if memory is None else "yes" if found["text"] == memory["text"] else "NO"
-    return [*cells, in_words(found["peak"]), equal]
+    equal = "" if memory is None else "yes" if answer["text"] == memory["text"] else "NO"
+    return [*cells, in_words(answer["peak"]), equal]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="generate-") as directory:
         for batch in args.batches:
-            found: dict[str, dict] = {}
+            answers: dict[str, dict] = {}
             for variant in args.variants:
                 asked = request | {"variant": variant, "batch": batch, "store": args.store or directory}
-                found[variant] = answer_of(variant, WORKER, json.dumps(asked))
-                rows.append(row(batch, variant, found[variant], found.get("memory")))
-    parameters = next(iter(found.values()))["parameters"]
+                answers[variant] = answer_of(variant, WORKER, json.dumps(asked))
+                rows.append(row(batch, variant, answers[variant], answers.get("memory")))
+    parameters = next(iter(answers.values()))["parameters"]
     print(
         f"{machine()}\n\na Llama of {parameters:,} parameters in bf16, host memory {args.host_memory or 'unlimited'}\n"
     )

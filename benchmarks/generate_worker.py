@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(0)
     config = LlamaConfig(**request["shape"], max_position_embeddings=4096, eos_token_id=None)
-    found: dict[str, object] = {}
+    answer: dict[str, object] = {}
     if request["variant"] == "memory":
         model = LlamaForCausalLM(config).eval()
     else:
@@ -66,7 +66,7 @@ def main() -> None:
     read, started, clock = zinf_fx.stats(model).bytes_read, time.perf_counter(), Clock()
     text = generate(request["tokens"], clock)
     seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    found |= {
+    answer |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "first": clock.times[0] - started,
         "seconds": median(seconds),
@@ -76,9 +76,9 @@ def main() -> None:
     }
     if machines:
         machines.append(measure_machine(request["store"]))  # disks are faster and slower within minutes
-        found["planned_seconds"] = mean(simulate_plan(plan, each, operators).seconds for each in machines)
-        found["planned_read"] = dict(phases(plan))["inference"].nvme_to_host
-    print(json.dumps(found))
+        answer["planned_seconds"] = mean(simulate_plan(plan, hardware, operators).seconds for hardware in machines)
+        answer["planned_read"] = dict(phases(plan))["inference"].nvme_to_host
+    print(json.dumps(answer))
 
 
 def planned(model: LlamaForCausalLM, batch: int) -> tuple[Plan, Compute]:

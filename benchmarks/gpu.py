@@ -261,15 +261,15 @@ def measured(args: argparse.Namespace, way: str, store: str, hardware: Hardware 
     apart: Sequence[float | None] = [None] * 3
     if args.optimizer in ("sync", "none"):
         *parts, _ = zip(*(training.step() for _ in range(args.steps)), strict=True)
-        apart = [median(one) for one in parts]
+        apart = [median(seconds) for seconds in parts]
     in_a_row, loss = training.in_a_row(args.steps)
     simulated = None
     if hardware is not None and is_ours:
         how = {"overlap": args.optimizer == "overlap", "in_backward": args.optimizer == "in-backward"}
         simulated = simulate_plan(recording.plans[0], hardware, **how).seconds
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    count = sum(getattr(one, "ds_numel", one.numel()) for one in training.model.parameters())
-    shown = ", ".join(f"{one:.4f}" for one in (*apart, in_a_row) if one is not None)
+    count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in training.model.parameters())
+    shown = ", ".join(f"{seconds:.4f}" for seconds in (*apart, in_a_row) if seconds is not None)
     say(f"{way}: {shown} s")
     return Row(way, count, first, *apart, in_a_row, peak, loss.item(), simulated)
 
@@ -293,12 +293,15 @@ def table(rows: Sequence[Row], args: argparse.Namespace) -> str:
         if plain is not None and has_parts:
             both = (row.forward + row.backward) / (plain.forward + plain.backward)
             alone = row.forward / plain.forward, row.backward / plain.backward
-            ratios[:3] = [f"{one:.3f}" for one in (*alone, both)]
+            ratios[:3] = [f"{ratio:.3f}" for ratio in (*alone, both)]
         rate = tokens / row.in_a_row
         cells.append(
             [
                 row.way,
-                *("" if one is None else f"{one:.4f}" for one in (row.forward, row.backward, row.step, row.in_a_row)),
+                *(
+                    "" if seconds is None else f"{seconds:.4f}"
+                    for seconds in (row.forward, row.backward, row.step, row.in_a_row)
+                ),
                 *ratios,
                 f"{rate:,.0f}",
                 f"{6 * row.parameters * rate / 1e12:.1f}",

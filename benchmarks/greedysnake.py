@@ -1,5 +1,5 @@
-"""Micro-batches operator by operator, beside a loop over them: GPTs of 65 and 175 billion parameters on one A100,
-simulated, beside what GreedySnake publishes (arXiv 2512.17570).
+"""Simulate micro-batches operator by operator and a loop over them, for GPTs of 65 and 175 billion parameters on one
+A100, and compare their ratio with what GreedySnake publishes (arXiv 2512.17570).
 
     python benchmarks/greedysnake.py [--runs 65B 175B] [--sequences 1 2 4] [--drives 1 2 4] [--json]
 
@@ -43,7 +43,7 @@ DEPTHS = (2, 4)
 
 @dataclass(frozen=True)
 class Run:
-    """A model, and how many times ZeRO-Infinity's throughput GreedySnake publishes for it."""
+    """A run is a model, with how many times ZeRO-Infinity's throughput GreedySnake publishes for it."""
 
     name: str
     layers: int
@@ -56,7 +56,7 @@ RUNS = (Run("65B", 80, 8192, 64, 1.96), Run("175B", 96, 12288, 96, 2.53))
 
 
 def plan_of(run: Run, layers: int, gradients: str, micro_batches: int, batch: int, context: int) -> Plan:
-    """The plan of a run at some depth, for a batch of so many sequences."""
+    """Return the plan of a run with so many layers, for a batch of so many sequences."""
     config = GPTConfig(layers=layers, hidden=run.hidden, heads=run.heads, context=context)
     with torch.device("meta"), default_dtype(torch.bfloat16):
         model, inputs = GPT(config), example_batch(config, batch)
@@ -65,7 +65,7 @@ def plan_of(run: Run, layers: int, gradients: str, micro_batches: int, batch: in
 
 
 def with_drives(hardware: Hardware, drives: int) -> Hardware:
-    """The machine with so many of its drives."""
+    """Return the machine with so many of its drives."""
     share = drives / ITS_DRIVES
     nvme = hardware.nvme
     return replace(hardware, nvme=replace(nvme, read=share * nvme.read, write=share * nvme.write))
@@ -73,7 +73,7 @@ def with_drives(hardware: Hardware, drives: int) -> Hardware:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, and those for which computing waits for the disk, and for the link to the host."""
+    """The seconds of a step, and for how many of them compute waits for the disk, and for the link to the host."""
 
     seconds: float
     disk: float
@@ -84,21 +84,21 @@ class Step:
         stalled = simulation.stalled
         return Step(simulation.seconds, stalled["disk"], stalled["upload"] + stalled["download"])
 
-    def extended(self, other: Step, times: float) -> Step:
-        """With what `other` has more, so many times."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Step(*(one + times * (more - one) for one, more in pairs))
+    def extended(self, deeper: Step, times: float) -> Step:
+        """Return this step with what `deeper` adds, `times` times."""
+        pairs = zip(vars(self).values(), vars(deeper).values(), strict=True)
+        return Step(*(fewer + times * (more - fewer) for fewer, more in pairs))
 
     @property
     def waits_for(self) -> str:
-        """What most of the waiting is for, and its share of the step."""
+        """Say what compute waits for most, and the share of the step for which it does."""
         name = max(("disk", "link"), key=lambda name: getattr(self, name))
         share = getattr(self, name) / self.seconds
         return f"{name}, {share:.0%}" if share > 0.005 else "nothing"
 
 
 def simulated(run: Run, gradients: str, sequences: int, options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for each number of drives: both schedules of a run whose micro-batches have so many sequences."""
+    """Return a row for each number of drives: both schedules of a run whose micro-batches have so many sequences."""
     count, context = options.micro_batches, options.context
     times = (run.layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accepted = parser()
     options = accepted.parse_args(arguments)
     check(accepted, options, "sequences", "drives", "micro_batches", "context")
-    found = [
+    rows = [
         row
         for run in RUNS
         if run.name in options.runs
@@ -146,22 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in simulated(run, gradients, sequences, options)
     ]
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
         return 0
     print(
         f"{load(MACHINE).name}, {options.micro_batches} micro-batches of so many sequences of {options.context} tokens"
     )
     heads = ["run", "published", "gradients", "sequences", "drives", "loop, s", "waits for", "vertical, s", "waits for"]
     print(
-        tabulate([_row(one) for one in found], [*heads, "tokens/s", "ratio"], disable_numparse=True, stralign="right")
+        tabulate([_cells(row) for row in rows], [*heads, "tokens/s", "ratio"], disable_numparse=True, stralign="right")
     )
     return 0
 
 
-def _row(one: dict) -> list[str]:
-    names = [str(one[name]) for name in ("run", "published", "gradients", "sequences", "drives")]
-    loop, vertical = ([f"{one[way]:.0f}", one[f"{way}_waits"]] for way in ("loop", "vertical"))
-    return [*names, *loop, *vertical, f"{one['tokens']:.0f}", f"{one['ratio']:.2f}"]
+def _cells(row: dict) -> list[str]:
+    names = [str(row[name]) for name in ("run", "published", "gradients", "sequences", "drives")]
+    loop, vertical = ([f"{row[way]:.0f}", row[f"{way}_waits"]] for way in ("loop", "vertical"))
+    return [*names, *loop, *vertical, f"{row['tokens']:.0f}", f"{row['ratio']:.2f}"]
 
 
 if __name__ == "__main__":

@@ -81,26 +81,30 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def largest_error(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Relative to the largest element of each tensor."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(computed, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
 
 
 def errors(args: argparse.Namespace) -> str:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        for name, other, placement in (
+        for name, reference, placement in (
             (IN_MEMORY, "aot_eager", "-"),
             *(("inductor", "eager", placement) for placement in args.placements),
         ):
             with tempfile.TemporaryDirectory(dir=args.store) as store:
-                expected, found, again = (
-                    trained(one, dtype, placement, Path(store), args.error_steps) for one in (other, name, name)
+                expected, computed, again = (
+                    trained(backend, dtype, placement, Path(store), args.error_steps)
+                    for backend in (reference, name, name)
                 )
-            pairs = zip(chain(*found), chain(*again), strict=True)
-            same = all(torch.equal(one, other) for one, other in pairs)
-            values = [f"{largest_error(one, two):.1e}" for one, two in zip(found, expected, strict=True)]
+            pairs = zip(chain(*computed), chain(*again), strict=True)
+            same = all(torch.equal(first, second) for first, second in pairs)
+            values = [
+                f"{largest_error(tensors, references):.1e}"
+                for tensors, references in zip(computed, expected, strict=True)
+            ]
             rows.append([str(dtype).removeprefix("torch."), name, placement, *values, "yes" if same else "NO"])
     heads = ["", "", "placement", "losses", "first gradients", "parameters", "again the same"]
     return tabulate(rows, heads, disable_numparse=True)
@@ -199,7 +203,7 @@ class OwnProcess:
 
 
 def steps(args: argparse.Namespace) -> str:
-    kinds = [(IN_MEMORY, ""), *((placement, one) for placement in args.placements for one in args.computes)]
+    kinds = [(IN_MEMORY, ""), *((placement, compute) for placement in args.placements for compute in args.computes)]
     variants = [OwnProcess(*kind, args) for kind in kinds]
     rounds: list[dict[str, float]] = [{} for _ in range(args.rounds)]
     with tqdm(total=args.rounds * len(variants), unit="turn", disable=not sys.stderr.isatty()) as bar:
@@ -210,8 +214,8 @@ def steps(args: argparse.Namespace) -> str:
         variant.end()
     rows = []
     for variant in variants:
-        ratios = [one[variant.name] / one[IN_MEMORY] for one in rounds]
-        seconds = median(one[variant.name] for one in rounds)
+        ratios = [by_name[variant.name] / by_name[IN_MEMORY] for by_name in rounds]
+        seconds = median(by_name[variant.name] for by_name in rounds)
         cells = [f"{seconds:.3f}", f"{median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
         rows.append([variant.name, *cells, f"{variant.first:.1f}"])
     title = (

@@ -39,11 +39,11 @@ def main() -> None:
         seconds.append(time.perf_counter() - started)
     phases = compilation_time_metrics.get(_PHASE, [])  # none where PyTorch finds a whole graph in its files
     compiling = sum(phases)
-    found = counters["inductor"]
+    counts = counters["inductor"]
     answer = {
         "compiling": compiling,
         "rest": seconds[0] - seconds[1] - compiling,
-        "compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
+        "compiled": counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"],
         "calls": len(phases),
     }
     print(json.dumps(answer))

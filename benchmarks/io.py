@@ -107,16 +107,16 @@ def medians(
     field: list[Contender], directions: Sequence[Operation], rounds: int, quiet: bool
 ) -> dict[tuple[str, Operation], float]:
     """Bytes per second by contender's name and direction; all take turns."""
-    found: dict[tuple[str, Operation], list[float]] = defaultdict(list)
+    measured: dict[tuple[str, Operation], list[float]] = defaultdict(list)
     with tqdm(total=rounds * len(directions) * len(field), unit="run", disable=quiet or None) as bar:
         for turn in range(rounds):
             for direction in directions:
                 for k in range(len(field)):
                     contender = field[(turn + k) % len(field)]  # nobody always comes after the same one
                     bar.set_description(f"{direction} {contender.name}"[:60])
-                    found[contender.name, direction].append(contender.run(direction).bytes_per_second)
+                    measured[contender.name, direction].append(contender.run(direction).bytes_per_second)
                     bar.update()
-    return {key: statistics.median(rates) for key, rates in found.items()}
+    return {key: statistics.median(rates) for key, rates in measured.items()}
 
 
 def measure(args: argparse.Namespace, nbytes: int) -> tuple[list[dict], list[dict]]:

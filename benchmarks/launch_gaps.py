@@ -1,4 +1,4 @@
-"""Whether a GPU would ever wait for Python: a training step of Llama 8 B, launched on a device that isn't there.
+"""Measure whether a GPU would ever wait for Python: a training step of Llama 8 B launches on a device that isn't there.
 
     python benchmarks/launch_gaps.py                                  # minutes; neither a GPU nor memory is needed
     python benchmarks/launch_gaps.py --layers 2 --placements nvme --profile
@@ -12,7 +12,7 @@ a thread of its own, in the time that host memory takes for its bytes, and `step
 pass. What the program waits for the optimizer, for values that aren't there yet, is told apart; what the two threads
 cost each other by taking turns in Python is not modelled. Rows are medians over the steps.
 
-That is measured with `--real-updates`: another thread updates so many parameters in this machine's memory, step after
+`--real-updates` measures that cost: a second thread updates so many parameters in this machine's memory, step after
 step, as the optimizer's thread does, and the program's time is that of the clock, with all that keeps it from going on.
 Each placement is measured without that thread, too.
 """
@@ -47,19 +47,20 @@ from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
 from zinf_fx.runtime.tensor.tiers import Tiers
 
-_WIDTH = 4096  # of layers whose parameters are really updated
+_WIDTH = 4096  # the features of the layers whose parameters are really updated
 BUDGET = "400GiB"  # of host memory: address space, which is never touched
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass.
+    """The measured times of a forward or backward pass.
 
     Attributes:
-        launches: its kernels.
-        free: from when on the device was, before it; at the earliest, when the program began with it.
-        program: seconds for which the program ran; `waited`: for which it waited, by what for.
-        awaited: from when until when it waited for the optimizer.
+        launches: the kernels of the pass.
+        free: from when on the device was free for it; at the earliest, when the program began with it.
+        program: seconds for which the program ran.
+        waited: seconds for which the program waited, by what it waited for.
+        awaited: the times in which the program waited for the optimizer, as (begin, end).
     """
 
     kind: str
@@ -71,47 +72,47 @@ class Pass:
 
     @property
     def kernels(self) -> float:
-        """Seconds."""
-        return sum(one.end - one.start for one in self.launches)
+        """Return the seconds of the kernels."""
+        return sum(launch.end - launch.start for launch in self.launches)
 
     @property
     def seconds(self) -> float:
-        """Of the device, with what it waits for."""
+        """Return the seconds that the device takes, with its waits."""
         return self.launches[-1].end - self.free
 
     @property
     def awaiting_copies(self) -> float:
-        """Seconds for which the device waited for copies."""
-        return sum(max(one.ready - max(one.free, self.free), 0.0) for one in self.launches)
+        """Return the seconds for which the device waited for copies."""
+        return sum(max(launch.ready - max(launch.free, self.free), 0.0) for launch in self.launches)
 
     @property
     def awaiting_program(self) -> float:
-        """Seconds for which it waited for the program, while that did not wait for the optimizer."""
-        return sum(one.start - max(one.ready, self.free) for one in self.launches) - self.awaiting_optimizer
+        """Return the seconds for which the device waited for the program, and the program not for the optimizer."""
+        return sum(launch.start - max(launch.ready, self.free) for launch in self.launches) - self.awaiting_optimizer
 
     @property
     def awaiting_optimizer(self) -> float:
-        """Seconds for which it waited for the program, and that for the optimizer."""
-        late = ((max(one.ready, self.free), one.start) for one in self.launches if one.start > one.ready)
+        """Return the seconds for which the device waited for the program, and the program for the optimizer."""
+        late = ((max(launch.ready, self.free), launch.start) for launch in self.launches if launch.start > launch.ready)
         return sum(
             max(min(end, until) - max(begin, since), 0.0) for begin, end in late for since, until in self.awaited
         )
 
     @property
     def busy(self) -> float:
-        """The share of the device's time that it would compute if no copy ever kept it waiting."""
+        """Return the share of its time for which the device would compute if no copy ever kept it waiting."""
         return self.kernels / (self.kernels + self.awaiting_program)
 
 
 def llama(layers: int) -> Llama:
-    """In bf16. Its memory is not touched."""
+    """Return a model in bf16, whose memory is not touched."""
     with torch.device("meta"):
         model = Llama(LlamaConfig(layers=layers))
     return model.to(torch.bfloat16).to_empty(device="cpu")
 
 
 def one_device(hardware: Hardware) -> Hardware:
-    """One device of a node, with its share of the node's memory and drives."""
+    """Return one device of a node, with its share of the node's memory and drives."""
     ranks = hardware.ranks_per_node
     host = replace(
         hardware.host,
@@ -126,8 +127,8 @@ def one_device(hardware: Hardware) -> Hardware:
 def run(
     placement: str, args: argparse.Namespace, hardware: Hardware, counter: Callable[[], float] = time.thread_time
 ) -> tuple[list[list[Pass]], dict[str, float]]:
-    """The passes of each step; and by their kind, the seconds that they take as simulated. `counter` counts the
-    program's: see `Clock`."""
+    """Return the passes of each step; and by their kind, the seconds that they take as simulated. `counter` counts the
+    program's seconds, as for `Clock`."""
     options = {"placement": placement, "checksum": False, "host_memory": BUDGET, "residency": args.residency}
     queue = LaunchQueue(hardware, counter)
     with tempfile.TemporaryDirectory(dir=args.store) as store, ExitStack() as device:
@@ -179,18 +180,18 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def simulated(plan: Plan, hardware: Hardware) -> dict[str, float]:
-    """Seconds of the passes of a step after which nothing is under way any more."""
-    found = simulate_plan(plan, hardware, overlap=False)
-    ends = {job.kind: timing.end for job, timing in zip(found.jobs, found.timings, strict=True)}
+    """Return the simulated seconds of the passes of a step after which nothing is under way any more."""
+    simulation = simulate_plan(plan, hardware, overlap=False)
+    ends = {job.kind: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
     return {"forward": ends["forward"], "backward": ends["backward"] - ends["forward"]}
 
 
 class RealUpdates:
-    """A block beside which a thread updates parameters in host memory, of bf16 with split masters and 8-bit moments,
-    one step after the other.
+    """In a block, let a thread update bf16 parameters in host memory, with split masters and 8-bit moments, one step
+    after the other.
 
     Attributes:
-        rate: parameters per second, behind the block.
+        rate: the parameters that it updated per second, when the block is over.
     """
 
     def __init__(self, count: int, store: str | None) -> None:
@@ -221,7 +222,7 @@ class RealUpdates:
 
 
 class Measuring:
-    """A block that is a pass, noted in a list."""
+    """Measure a block as a pass, and append it to a list."""
 
     def __init__(self, queue: LaunchQueue, kind: str, passes: list[Pass]) -> None:
         self._queue, self._kind, self._passes = queue, kind, passes
@@ -273,12 +274,12 @@ def main() -> None:
     for placement in args.placements:
         counter = time.perf_counter if args.real_updates else time.thread_time
         steps, predicted = run(placement, args, hardware, counter)
-        rows += [row(placement, several, predicted[several[0].kind]) for several in zip(*steps, strict=True)]
+        rows += [row(placement, passes, predicted[passes[0].kind]) for passes in zip(*steps, strict=True)]
         if args.real_updates:
             with (updates := RealUpdates(args.real_updates, args.store)):
                 steps, predicted = run(placement, args, hardware, counter)
             name = f"{placement}, beside updates"
-            rows += [row(name, several, predicted[several[0].kind]) for several in zip(*steps, strict=True)]
+            rows += [row(name, passes, predicted[passes[0].kind]) for passes in zip(*steps, strict=True)]
             rates.append(updates.rate)
     print(f"batch {args.batch} x {args.sequence}, {args.layers} layers, one device of {hardware.name}")
     if rates:
@@ -286,27 +287,27 @@ def main() -> None:
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
 
 
-def row(placement: str, several: Sequence[Pass], predicted: float) -> dict[str, object]:
-    """Of one kind of pass, with the seconds that it takes as simulated."""
+def row(placement: str, passes: Sequence[Pass], predicted: float) -> dict[str, object]:
+    """Return the row of one kind of pass: medians over the steps, and `predicted`, the seconds as simulated."""
 
     def middle(what) -> float:
-        return median(map(what, several))
+        return median(map(what, passes))
 
     return {
         "placement": placement,
-        "pass": several[0].kind,
-        "launches": middle(lambda one: len(one.launches)),
-        "us per launch": round(middle(lambda one: one.program / len(one.launches)) * 1e6),
-        "program s": middle(lambda one: one.program),
-        "kernels s": middle(lambda one: one.kernels),
-        "device s": middle(lambda one: one.seconds),
+        "pass": passes[0].kind,
+        "launches": middle(lambda timed: len(timed.launches)),
+        "us per launch": round(middle(lambda timed: timed.program / len(timed.launches)) * 1e6),
+        "program s": middle(lambda timed: timed.program),
+        "kernels s": middle(lambda timed: timed.kernels),
+        "device s": middle(lambda timed: timed.seconds),
         "simulated s": predicted,
-        "waits for copies s": middle(lambda one: one.awaiting_copies),
-        "for the program s": middle(lambda one: one.awaiting_program),
-        "for the optimizer s": middle(lambda one: one.awaiting_optimizer),
-        "busy but for copies": middle(lambda one: one.busy),
-        "not lost to the program": middle(lambda one: 1 - one.awaiting_program / one.seconds),
-        "program waited for": ", ".join(f"{k} {v:.2f} s" for k, v in several[-1].waited.items() if v >= 0.005),
+        "waits for copies s": middle(lambda timed: timed.awaiting_copies),
+        "for the program s": middle(lambda timed: timed.awaiting_program),
+        "for the optimizer s": middle(lambda timed: timed.awaiting_optimizer),
+        "busy but for copies": middle(lambda timed: timed.busy),
+        "not lost to the program": middle(lambda timed: 1 - timed.awaiting_program / timed.seconds),
+        "program waited for": ", ".join(f"{k} {v:.2f} s" for k, v in passes[-1].waited.items() if v >= 0.005),
     }
 
 

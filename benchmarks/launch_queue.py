@@ -36,7 +36,7 @@ from zinf_fx.runtime.disk.store import Store
 from zinf_fx.runtime.memory.device import MAKERS, Cuda
 
 aten = torch.ops.aten
-# Return their argument's memory, or memory without values, and so launch nothing.
+# These return their argument's memory, or memory without values, and launch nothing.
 _NOT_LAUNCHED = {
     aten._unsafe_view.default,
     aten._local_scalar_dense.default,
@@ -65,12 +65,13 @@ _CALLS, _TIMES = 500, 5
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel or a copy: when the program launched it, from when on the device could have run it, and when it ran.
+    """A launch is a kernel or a copy: it says when the program launched it, from when on the device could have run it,
+    and when it ran.
 
     Attributes:
-        ready: what ran before it on the stream is done, and what the stream waits for.
-        free: only the former.
-        places: addresses of the memory that it reads or writes: from where to where.
+        ready: when all that ran before it on the stream, and all that the stream waits for, is done.
+        free: when all that ran before it on the stream is done.
+        places: addresses of the memory that it reads or writes, as (begin, end).
     """
 
     name: str
@@ -83,12 +84,12 @@ class Launch:
 
     @property
     def late(self) -> float:
-        """Seconds for which the device had nothing to do because the program had not come so far."""
+        """Return the seconds for which the device had nothing to do because the program had not come so far."""
         return self.start - self.ready
 
 
 class StandIn(Cuda):
-    """The runtime's device, on modelled streams. `on_host`: what a thread computes on the host in."""
+    """Run the runtime's device on modelled streams. `on_host` is the mode in which a thread computes on the host."""
 
     def __init__(self, torch_device: torch.device, streams: Streams, on_host: OnHost) -> None:
         super().__init__(torch_device, streams)
@@ -105,14 +106,14 @@ class StandIn(Cuda):
         return Thread(target=in_its_time)
 
     def used_by(self, stream: Stream, memory: torch.Tensor) -> None:
-        """The memory is the CPU's, whose allocator knows no streams."""
+        """Do nothing: the memory is the CPU's, whose allocator knows no streams."""
 
 
 class OnHost(TorchDispatchMode):
-    """What the CPU computes in the thread beside the one that launches: nothing, in the time that its memory takes.
+    """In the thread beside the one that launches, the CPU computes nothing, in the time that its memory takes.
 
     Attributes:
-        seconds: that it computed.
+        seconds: for how long it computed.
     """
 
     def __init__(self, clock: Clock, memory: Memory) -> None:
@@ -127,19 +128,19 @@ class OnHost(TorchDispatchMode):
     ) -> Any:
         began, kwargs = time.thread_time(), kwargs or {}
         flat = tree_flatten((args, kwargs))[0]
-        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
-        plain = all(type(one) in _PLAIN for one in tensors)
-        if not _is_launched(func) or not plain or all(one.numel() <= _FEW for one in tensors):
+        tensors = _tensors_in(flat)
+        plain = all(type(tensor) in _PLAIN for tensor in tensors)
+        if not _is_launched(func) or not plain or all(tensor.numel() <= _FEW for tensor in tensors):
             result = func(*args, **kwargs)
             self.clock.spend(began - time.thread_time())  # most of it is the way here
             return result
         result, written = self._result_of(func, flat, args, kwargs)
-        read = sum(one.nbytes for one in tensors) - (written if func is aten.copy_.default else 0)
+        read = sum(tensor.nbytes for tensor in tensors) - (written if func is aten.copy_.default else 0)
         self._spend(read, written, began)
         return result
 
     def update(self, operands: Sequence[Any]) -> None:
-        """What a native kernel does with `struct zinf_operands`."""
+        """Take the time that a native kernel takes for `struct zinf_operands`."""
         began, read, written = time.thread_time(), 0, 0
         for of_parameter in operands:
             gradient, weight = of_parameter.gradient, of_parameter.weight
@@ -152,7 +153,7 @@ class OnHost(TorchDispatchMode):
         self._spend(read, written, began)
 
     def _spend(self, read: int, written: int, began: float) -> None:
-        """Bytes that are read and written take their time; what this took since `began` doesn't count."""
+        """Spend the time of bytes that are read and written. What the stand-in took since `began` doesn't count."""
         seconds = self._memory.seconds(read, written)
         self.seconds += seconds
         self.clock.spend(seconds + began - time.thread_time())
@@ -160,29 +161,33 @@ class OnHost(TorchDispatchMode):
             self.beside.keep_step()
 
     def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What an operation returns, without values, and the bytes that it writes."""
+        """Return what an operation returns, without values, and the bytes that it writes."""
         if func._schema.is_mutable:
             given = zip(func._schema.arguments, args, strict=False)
-            named = ((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)
-            changed = [value for one, value in (*given, *named) if one.alias_info and one.alias_info.is_write]
+            named = (
+                (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
+            )
+            changed = [
+                value for argument, value in (*given, *named) if argument.alias_info and argument.alias_info.is_write
+            ]
             result = kwargs.get("out", args[0] if args else None) if func._schema.returns else None
-            return result, sum(one.nbytes for one in tree_flatten(changed)[0] if isinstance(one, torch.Tensor))
-        key = (func, *(_described(one) for one in flat))
+            return result, sum(tensor.nbytes for tensor in _tensors_in(changed))
+        key = (func, *(_described(value) for value in flat))
         if key not in self._made:
             self._made[key] = _made_on_meta(func, args, kwargs)
-        made = tree_map(lambda one: _empty_like(one) if isinstance(one, torch.Tensor) else one, self._made[key])
-        return made, sum(one.nbytes for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor))
+        made = tree_map(lambda value: _empty_like(value) if isinstance(value, torch.Tensor) else value, self._made[key])
+        return made, sum(tensor.nbytes for tensor in _tensors_in(made))
 
 
 class StandInThread(BackgroundThread):
-    """The runtime's thread beside the one that launches, kept in step with it: what it does is done when the clock of
-    the other one says so, and who waits for it waits until its own clock says so."""
+    """Keep the runtime's background thread in step with the one that launches: its work is done when the clock of the
+    launching thread says so, and who waits for it waits until its own clock says so."""
 
     def __init__(self, device: StandIn, go_on: Callable[[], bool]) -> None:
         super().__init__(device, self._go_on_and_look)
         self._step, self._clock = go_on, device._on_host.clock
         self._awaited: Callable[[], bool] | None = None
-        self._came = self._ended = 0.0  # when what is awaited came, and when the last part of the work ended
+        self._came = self._ended = 0.0  # when the awaited state came, and when the last part of the work ended
         device._on_host.beside = self
 
     def wait(self, is_so: Callable[[], bool]) -> bool:
@@ -199,7 +204,7 @@ class StandInThread(BackgroundThread):
             self._clock.wait(self._came, "the optimizer")
 
     def keep_step(self) -> None:
-        """Wait until the other thread has come to this moment, or waits for this one."""
+        """Wait until the launching thread has come to this moment, or waits for this one."""
         with self._clock.stopped():
             while self._awaited is None and self._clock.of_launching() < self._clock.now():
                 time.sleep(_NAP)
@@ -217,11 +222,11 @@ class LaunchQueue(TorchDispatchMode):
 
     Attributes:
         launches: all kernels, in order.
-        copies: those of the other streams.
+        copies: the uploads and downloads, in order.
     """
 
     def __init__(self, hardware: Hardware, counter: Callable[[], float] = time.thread_time) -> None:
-        """`counter` counts the program's seconds: see `Clock`."""
+        """`counter` counts the program's seconds, as for `Clock`."""
         super().__init__()
         self.clock = Clock(counter)
         self.launches: list[Launch] = []
@@ -240,12 +245,12 @@ class LaunchQueue(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is captured is captured as without this."""
+        """Return True, so that Dynamo captures as it does without this mode."""
         return True
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """A block in which stored tensors of the CPU are computed with on this device."""
+        """Open a block in which this device computes with stored tensors of the CPU."""
         before, alone, beside = MAKERS["cpu"], packs.IN_HOST_MEMORY, step.BackgroundThread
         native_update = kernels.update
         for of_torch in (torch.optim.Adam, torch.optim.AdamW):  # compares values, of which there are none here
@@ -269,7 +274,8 @@ class LaunchQueue(TorchDispatchMode):
             kernels.update = native_update
 
     def _measured_entry(self) -> float:
-        """What an operation that isn't launched takes here longer than without this, as the clock sees it."""
+        """Return how many seconds longer an operation that isn't launched takes in this mode than without it, as the
+        clock sees it."""
         value = torch.empty(1)
 
         def seconds() -> float:
@@ -284,7 +290,7 @@ class LaunchQueue(TorchDispatchMode):
         return (median(here) - median(elsewhere)) / _CALLS
 
     def serve(self, store: Store) -> None:
-        """Model the disk of a store: nothing of it is read, written or reserved from now on."""
+        """Model the disk of a store, of which nothing is read, written or reserved any more."""
         (volume,) = store.volumes
         volume.file.detach()
         volume._file = self.disk
@@ -303,8 +309,8 @@ class LaunchQueue(TorchDispatchMode):
         if not _is_launched(func):
             return func(*args, **kwargs)
         flat, _ = tree_flatten((args, kwargs))
-        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
-        if any(type(one) not in _PLAIN or one.is_meta for one in tensors):
+        tensors = _tensors_in(flat)
+        if any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         stream = self.streams.current
         if stream in self._links:
@@ -315,31 +321,30 @@ class LaunchQueue(TorchDispatchMode):
             name, kept = str(func), self.launches
             seconds, result = self._result_of(func, flat, args, kwargs)
         free, ready, start = stream.put(seconds, now)
-        made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-        places = tuple((one.data_ptr(), one.data_ptr() + one.nbytes) for one in (*tensors, *made) if one.nbytes)
+        used = [tensor for tensor in (*tensors, *_tensors_in(result)) if tensor.nbytes]
+        places = tuple((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in used)
         kept.append(Launch(name, now, free, ready, start, stream.end, places))
         self.clock.spend(self._hardware.launch)
         return result
 
     def _result_of(self, func: Any, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:
-        """Seconds of a kernel, and what it returns, without values."""
-        key = (func, *(_described(one) for one in flat))
+        """Return the seconds of a kernel, and what it returns, without values."""
+        key = (func, *(_described(value) for value in flat))
         if key not in self._known:
             self._known[key] = self._modelled(func, args, kwargs)
         seconds, made = self._known[key]
         if func._schema.is_mutable:
             return seconds, None if not func._schema.returns else kwargs.get("out", args[0] if args else None)
-        return seconds, tree_map(lambda one: _empty_like(one) if isinstance(one, torch.Tensor) else one, made)
+        return seconds, tree_map(lambda value: _empty_like(value) if isinstance(value, torch.Tensor) else value, made)
 
     def _modelled(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[float, Any]:
         made = _made_on_meta(func, args, kwargs)
         args, kwargs = tree_map(_on_meta, (args, kwargs))
         count = flop_registry.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=made) if count is not None else 0
-        tensors = [one for one in tree_flatten((args, kwargs, made))[0] if isinstance(one, torch.Tensor)]
-        seconds = sum(one.nbytes for one in tensors) / self._hardware.device.read
+        seconds = sum(tensor.nbytes for tensor in _tensors_in((args, kwargs, made))) / self._hardware.device.read
         if flops:
-            dtype = next(one.dtype for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor))
+            dtype = _tensors_in(made)[0].dtype
             seconds = max(seconds, flops / self._hardware.achieved(str(dtype).removeprefix("torch.")))
         return seconds, made
 
@@ -353,7 +358,11 @@ def _is_launched(func: Any) -> bool:
     """Whether an operation computes something."""
     if not isinstance(func, torch._ops.OpOverload) or func in _NOT_LAUNCHED or func.namespace not in ("aten", "prims"):
         return False
-    return func._schema.is_mutable or not any(one.alias_info for one in func._schema.returns)
+    return func._schema.is_mutable or not any(returned.alias_info for returned in func._schema.returns)
+
+
+def _tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _described(value: object) -> object:
@@ -369,7 +378,7 @@ def _on_meta(value: object) -> object:
 
 
 def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an operation returns, on the meta device."""
+    """Return what an operation returns, on the meta device."""
     args, kwargs = tree_map(_on_meta, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")

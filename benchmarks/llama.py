@@ -60,9 +60,9 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.size) if config.normalised else nn.Identity()
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
-        q, k = (rotated(one, cosines, sines) for one in (self.q_norm(q), self.k_norm(k)))
-        k, v = (one.repeat_interleave(self.heads // self.kv_heads, dim=1) for one in (k, v))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = (rotated(heads, cosines, sines) for heads in (self.q_norm(q), self.k_norm(k)))
+        k, v = (heads.repeat_interleave(self.heads // self.kv_heads, dim=1) for heads in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 

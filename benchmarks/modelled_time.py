@@ -1,4 +1,4 @@
-"""Time that is modelled: of a program's threads, of a device's streams, and of a disk at described rates."""
+"""Model the time of a program's threads, of a device's streams, and of a disk at described rates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zinf_fx.native.engine import READ
 
 
 class Clock:
-    """The time of the thread that launches, in seconds; and of another, which has a clock of its own.
+    """Count the seconds of the thread that launches, and those of a second thread apart from them.
 
     Attributes:
-        waited: seconds for which the first one waited, by what for.
-        waits: from when until when it did, and what for.
+        waited: seconds for which the launching thread waited, by what it waited for.
+        waits: each of its waits, as (what for, begin, end).
     """
 
     def __init__(self, counter: Callable[[], float] = time.thread_time) -> None:
@@ -25,7 +25,7 @@ class Clock:
         those for which another thread keeps it from going on."""
         self._counter = counter
         self.launching = get_ident()
-        self._ahead = {self.launching: -counter()}  # of what is counted
+        self._ahead = {self.launching: -counter()}  # how far each thread's clock is ahead of its counter
         self.waited: dict[str, float] = {}
         self.waits: list[tuple[str, float, float]] = []
 
@@ -33,17 +33,17 @@ class Clock:
         return self._counter() + self._ahead[get_ident()]
 
     def of_launching(self) -> float:
-        """The time of the thread that launches, for another."""
+        """Return the time of the thread that launches, for the second thread."""
         processor = time.clock_gettime(time.pthread_getcpuclockid(self.launching))
         return processor + self._ahead[self.launching]
 
     def begin(self, now: float) -> None:
-        """Give this thread a clock."""
+        """Start a clock for this thread, at the time `now`."""
         self._ahead[get_ident()] = now - self._counter()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """A block that takes no time."""
+        """Open a block that takes no time."""
         began = time.thread_time()
         try:
             yield
@@ -65,7 +65,7 @@ class Clock:
 
 
 class Event:
-    """Comes at a moment that is known when it is recorded: nothing depends on what is queued later."""
+    """An event comes at a moment that is known when it is recorded: nothing depends on what is queued later."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self.seconds = clock, seconds
@@ -78,7 +78,12 @@ class Event:
 
 
 class Stream:
-    """Work in order. `end`: of the last; `after`: the last moment that it waits for."""
+    """A stream does its work in order.
+
+    Attributes:
+        end: when the last work that is queued ends.
+        after: the last moment that the stream waits for.
+    """
 
     def __init__(self, clock: Clock, number: int) -> None:
         self._clock, self.cuda_stream = clock, number
@@ -91,7 +96,8 @@ class Stream:
         self.after = max(self.after, event.seconds)
 
     def put(self, seconds: float, now: float) -> tuple[float, float, float]:
-        """Queue so many seconds of work: from when on the stream is free, from when on it can, when it begins."""
+        """Queue so many seconds of work. Returns from when on the stream is free, from when on the work could begin,
+        and when it begins."""
         free, ready = self.end, max(self.end, self.after)
         start = max(ready, now)
         self.end = start + seconds
@@ -99,7 +105,7 @@ class Stream:
 
 
 class Streams:
-    """What `torch.cuda` is for the runtime's device."""
+    """Offer the runtime's device what it uses of `torch.cuda`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -127,7 +133,7 @@ class Streams:
 
 @dataclass
 class Disk:
-    """Requests one after the other, at the described rates: bytes per second."""
+    """Serve requests one after the other, at `read` and `write` bytes per second."""
 
     clock: Clock
     read: float
@@ -135,7 +141,7 @@ class Disk:
     _free: float = 0.0
 
     def submit(self, operation: int, address: int, offset: int, nbytes: int, *_: object, **__: object) -> DiskTicket:
-        """As a `File`."""
+        """Queue a request, as `File.submit` does."""
         with self.clock.stopped():
             now = self.clock.now()
             rate = self.read if operation == READ else self.write
@@ -144,11 +150,11 @@ class Disk:
             return DiskTicket(self.clock, start, self._free, "reads" if operation == READ else "writes")
 
     def detach(self) -> None:
-        """As a `File`."""
+        """Do nothing: there is no file to keep."""
 
 
 class DiskTicket:
-    """A request that is done at a known moment."""
+    """The ticket of a request that is done at a known moment."""
 
     def __init__(self, clock: Clock, start: float, end: float, what: str) -> None:
         self._clock, self._start, self._end, self._what = clock, start, end, what
@@ -163,5 +169,5 @@ class DiskTicket:
         return self
 
     def seconds(self) -> tuple[float, float] | None:
-        """As a `Span`."""
+        """Return when the request began and ended; None before it is done."""
         return (self._start, self._end) if self.done() else None

@@ -82,9 +82,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     gc.collect()
     # An optimizer that steps in backward takes every gradient, so it has a model to itself.
     training = Training(config, batch, fields, "overlap")
-    other = Training(config, batch, fields, "in backward") if "in backward" in args.modes else training
+    in_backward = Training(config, batch, fields, "in backward") if "in backward" in args.modes else training
     runs: dict[str, Callable[[], float]] = {
-        mode: lambda mode=mode: (other if mode == "in backward" else training).steps(mode, args.steps)
+        mode: lambda mode=mode: (in_backward if mode == "in backward" else training).steps(mode, args.steps)
         for mode in (ALONE, *args.modes)
     }
     seconds: dict[str, list[float]] = {mode: [] for mode in runs}

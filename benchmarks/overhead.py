@@ -186,22 +186,22 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             steps[-1]["optimizer"] += variant.finish()
             rounds[number][variant.name] = {part: sum(step[part] for step in steps) / args.steps for part in PARTS}
             bar.update()
-    found = []
+    rows = []
     for variant in variants:
-        mine = [one[variant.name] for one in rounds]
-        ratios = [sum(one[variant.name].values()) / sum(one[REFERENCE].values()) for one in rounds]
-        found.append(
+        mine = [by_variant[variant.name] for by_variant in rounds]
+        ratios = [sum(by_variant[variant.name].values()) / sum(by_variant[REFERENCE].values()) for by_variant in rounds]
+        rows.append(
             {
                 "variant": variant.name,
-                **{part: median(one[part] for one in mine) for part in PARTS},
-                "step": median(sum(one.values()) for one in mine),
+                **{part: median(seconds[part] for seconds in mine) for part in PARTS},
+                "step": median(sum(seconds.values()) for seconds in mine),
                 "ratio": median(ratios),
                 "first step": variant.first,
                 "planned": variant.planned,
                 **variant.counts(),
             }
         )
-    return {"model": args.model, "tensors": variants[0].tensors, "rounds": args.rounds, "variants": found}
+    return {"model": args.model, "tensors": variants[0].tensors, "rounds": args.rounds, "variants": rows}
 
 
 def main() -> None:
@@ -224,11 +224,11 @@ def main() -> None:
     print(f"{args.model}: {result['tensors']} parameter tensors, {args.rounds} rounds; {machine()}")
     heads = ["", *(f"{part} ms" for part in (*PARTS, "step")), f"/ {REFERENCE}", "first step s", "planned s"]
     rows = []
-    for one in result["variants"]:
-        milliseconds = [f"{1e3 * one[part]:.1f}" for part in (*PARTS, "step")]
-        counted = [one["events"], one["calls"], one["requests"]]
-        once = [f"{one['first step']:.1f}", f"{one['planned']:.1f}"]
-        rows.append([one["variant"], *milliseconds, f"{one['ratio']:.2f}", *once, *counted])
+    for variant in result["variants"]:
+        milliseconds = [f"{1e3 * variant[part]:.1f}" for part in (*PARTS, "step")]
+        counted = [variant["events"], variant["calls"], variant["requests"]]
+        once = [f"{variant['first step']:.1f}", f"{variant['planned']:.1f}"]
+        rows.append([variant["variant"], *milliseconds, f"{variant['ratio']:.2f}", *once, *counted])
     heads += ["events", "calls", "requests"]
     print(tabulate(rows, heads, disable_numparse=True, colalign=["left"] + ["right"] * 10))
 

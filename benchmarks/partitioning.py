@@ -79,12 +79,12 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTil
         shard = storage.shard.shards.size if ranks > 1 else 0
         tile = Tile("a parameter", tuple(parameter.shape), parameter.dtype, "nvme", None, ranks=ranks, shard=shard)
         allocations.setdefault(storage.bytes.allocation, []).append((storage, replace(tile, partitioned=ranks > 1)))
-    found: list[tuple[StoredTile, Tile]] = []
+    moved: list[tuple[StoredTile, Tile]] = []
     for together in allocations.values():
         storages, tiles = zip(*together, strict=True)
         planned = pack_of(tiles) if len(tiles) > 1 else tiles[0]
-        found.append((StoredTile.of(storages, planned), planned))
-    return found
+        moved.append((StoredTile.of(storages, planned), planned))
+    return moved
 
 
 def measure(
@@ -116,10 +116,10 @@ def on_rank(args: argparse.Namespace) -> None:
     stores = args.stores
     try:
         store = stores[dist.get_rank() % len(stores)]
-        found = measure(store, LARGE_WAYS, args.parameters, args.mib << 20, args.rounds)
-        found |= measure(store, SMALL_WAYS, args.small, SMALL, args.rounds)
+        seconds = measure(store, LARGE_WAYS, args.parameters, args.mib << 20, args.rounds)
+        seconds |= measure(store, SMALL_WAYS, args.small, SMALL, args.rounds)
         if dist.get_rank() == 0:
-            print(json.dumps(found))
+            print(json.dumps(seconds))
     finally:
         dist.destroy_process_group()
 

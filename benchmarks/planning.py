@@ -58,7 +58,7 @@ def measure(layers: int, hidden: int, ranks: int, placement: str) -> dict[str, f
     simulated = time.perf_counter() - started
     return {
         "layers": layers,
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "operators": sum(len(graph.operators) for graph in plan.graphs),
         "export": exported,
         "cpu": cpu,
@@ -84,18 +84,18 @@ def main() -> None:
         print(json.dumps(measure(options.layers[0], options.hidden, options.ranks, options.placement)))
         return
     same = ["--hidden", str(options.hidden), "--ranks", str(options.ranks), "--placement", options.placement]
-    found = [
+    rows = [
         answer_of(f"planning {layers} layers", __file__, "--one", "--layers", str(layers), *same)
         for layers in sorted(set(options.layers))
     ]
-    for shallower, one in zip([None, *found], found, strict=False):
+    for shallower, row in zip([None, *rows], rows, strict=False):
         if shallower is not None:
-            one["per_layer"] = (one["cpu"] - shallower["cpu"]) / (one["layers"] - shallower["layers"])
+            row["per_layer"] = (row["cpu"] - shallower["cpu"]) / (row["layers"] - shallower["layers"])
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
         return
     print(f"GPT of {options.hidden:,} hidden, {options.ranks} ranks, {options.placement}")
-    print(tabulate([_row(one) for one in found], headers=_HEADS, disable_numparse=True, stralign="right"))
+    print(tabulate([_cells(row) for row in rows], headers=_HEADS, disable_numparse=True, stralign="right"))
 
 
 _HEADS = [
@@ -111,18 +111,18 @@ _HEADS = [
 ]
 
 
-def _row(one: dict[str, float]) -> list[str]:
-    per_layer = f"{one['per_layer']:.3f}" if "per_layer" in one else ""
-    sizes = [f"{one[name] / 2**20:.1f}" for name in ("peak", "file")]
+def _cells(row: dict[str, float]) -> list[str]:
+    per_layer = f"{row['per_layer']:.3f}" if "per_layer" in row else ""
+    sizes = [f"{row[name] / 2**20:.1f}" for name in ("peak", "file")]
     return [
-        str(one["layers"]),
-        f"{one['parameters'] / 1e9:,.1f} B",
-        f"{one['operators']:,}",
-        f"{one['export']:.1f}",
+        str(row["layers"]),
+        f"{row['parameters'] / 1e9:,.1f} B",
+        f"{row['operators']:,}",
+        f"{row['export']:.1f}",
         per_layer,
         *sizes,
-        f"{one['load']:.2f}",
-        f"{one['simulate']:.2f}",
+        f"{row['load']:.2f}",
+        f"{row['simulate']:.2f}",
     ]
 
 

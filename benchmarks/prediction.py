@@ -1,16 +1,16 @@
-"""Predicted beside measured: a training step of several configurations, simulated and run on this machine.
+"""Compare predicted with measured seconds: simulate and run a training step of several configurations on this machine.
 
     python benchmarks/prediction.py                  # minutes
     python benchmarks/prediction.py --scale 0.5      # smaller models
     python benchmarks/prediction.py --updates 48000000 --threads 1 2    # of the optimizer's step alone
 
-In each, something else takes most of the time. A prediction is what `zinf-fx simulate --hardware this-machine` makes of
-the plan: the operators' measured seconds, and the measured rates of the disk and the memory. Measuring the machine,
-predicting and training alternate, because both sides of the ratio should see the same machine; the table has the
-medians over the rounds.
+In each configuration, something else takes most of the time. `zinf-fx simulate --hardware this-machine` predicts the
+step in the same way: from the plan, the operators' measured seconds, and the measured rates of the disk and the memory.
+Measuring the machine, predicting and training alternate, because both sides of the ratio should see the same machine;
+the table has the medians over the rounds.
 
-With `--updates`, it is the optimizer's step of so many bf16 parameters in host memory, for each form of states, with
-the update rates that `this-machine` has for so many threads.
+`--updates` compares the optimizer's step instead: of so many bf16 parameters in host memory, for each form of states,
+with the update rates that `this-machine` has for so many threads.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ FORMS: dict[str, dict[str, object]] = {
     "bf16 moments": {"state_dtype": torch.bfloat16},
     "8-bit moments, split masters": {"state_dtype": "8bit", "master_dtype": "split"},
 }
-_WIDTH = 4096  # of layers whose update is predicted
+_WIDTH = 4096  # the features of the layers whose update is predicted
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch of sequences of its context, and options of `zinf_fx.offloading`.
+    """A case is a model, a batch of sequences of its context, and options of `zinf_fx.offloading`.
 
-    `frozen`: its matrices are not trained, as when adapters are. `overlap`: of the optimizer.
+    Attributes:
+        frozen: the matrices are not trained, as when adapters are.
+        overlap: the optimizer's step goes on in the next forward pass.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Case:
 
 
 def cases(scale: float) -> list[Case]:
-    """All of them, with hidden sizes `scale` times as large."""
+    """Return all cases, with hidden sizes `scale` times as large."""
 
     def gpt(layers: int, hidden: int, context: int) -> GPTConfig:
         return GPTConfig(layers=layers, hidden=max(64, int(hidden * scale) // 64 * 64), heads=8, context=context)
@@ -90,7 +92,13 @@ def cases(scale: float) -> list[Case]:
 
 @dataclass
 class Subject:
-    """A case that trains here, and what was found of it."""
+    """Train and predict a case on this machine.
+
+    Attributes:
+        measured: seconds of each measured step.
+        predicted: seconds of a step in each prediction.
+        busy: the share of the last predicted step for which each resource works.
+    """
 
     case: Case
     store: str
@@ -109,7 +117,7 @@ class Subject:
             self._step()
 
     def train(self, steps: int) -> None:
-        """Measure some steps, after one."""
+        """Measure some steps, after one that isn't counted."""
         self._step()
         for _ in range(steps):
             start = time.perf_counter()
@@ -117,7 +125,7 @@ class Subject:
             self.measured.append(time.perf_counter() - start)
 
     def predict(self) -> None:
-        """Measure what the prediction is made of, and predict."""
+        """Measure the machine and the operators, and predict a step from that."""
         hardware = measure_machine(self.store)
         with default_dtype(torch.bfloat16), torch.device("meta"):
             model = self._freeze(GPT(self.case.model))
@@ -169,7 +177,7 @@ def run(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
 
 
 class Updates:
-    """Layers whose states are in host memory, and their AdamW, with one form of states."""
+    """Step layers by AdamW whose states are in host memory, in one form."""
 
     def __init__(self, layers: int, form: dict[str, object], store: str) -> None:
         self._options = {"placement": "host", "store": store}

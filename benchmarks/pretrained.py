@@ -45,9 +45,9 @@ def run(request: dict) -> list[dict]:
 def row(name: str, answers: list[dict], equal: str = "") -> list[str]:
     cells = [name]
     for phase in ("load", "train", "export"):
-        found = [answer[phase] for answer in answers if phase in answer]
-        peak = in_words(max(one["peak"] for one in found)) if found else ""
-        cells += [peak, f"{max(one['seconds'] for one in found):.1f}" if found else ""]
+        usages = [answer[phase] for answer in answers if phase in answer]
+        peak = in_words(max(usage["peak"] for usage in usages)) if usages else ""
+        cells += [peak, f"{max(usage['seconds'] for usage in usages):.1f}" if usages else ""]
     return [*cells, equal]
 
 

@@ -37,7 +37,7 @@ def make(request: dict) -> dict:
 
 def plain(request: dict) -> dict:
     """Read a checkpoint as transformers does, and use all of it."""
-    found = {}
+    answer = {}
 
     def load() -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(request["folder"], dtype=request["dtype"])
@@ -45,30 +45,30 @@ def plain(request: dict) -> dict:
             parameter.detach().sum()  # what is mapped is read
         return model
 
-    model = measured(load, "load", found)
-    compare_logits(model, request, found)
-    return found
+    model = measured(load, "load", answer)
+    compare_logits(model, request, answer)
+    return answer
 
 
 def zinf(request: dict) -> dict:
     """The same into the store; train, and write the weights."""
-    found: dict = {}
+    answer: dict = {}
     options = {"store": request["store"], "placement": "infinity-nvme"}
 
     def load() -> PreTrainedModel:
         with zinf_fx.offloading(**options):
             return AutoModelForCausalLM.from_pretrained(request["folder"], dtype=request["dtype"])
 
-    model = measured(load, "load", found)
+    model = measured(load, "load", answer)
     if request["steps"]:
-        measured(lambda: train(model, request["steps"]), "train", found)
-    measured(lambda: zinf_fx.export_safetensors(model, request["out"], max_shard_size="1GB"), "export", found)
+        measured(lambda: train(model, request["steps"]), "train", answer)
+    measured(lambda: zinf_fx.export_safetensors(model, request["out"], max_shard_size="1GB"), "export", answer)
     model.eval()
     with torch.no_grad():
         logits = model(TOKENS).logits
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(logits, request["logits"])
-    return found
+    return answer
 
 
 def train(model: PreTrainedModel, steps: int) -> None:
@@ -80,20 +80,20 @@ def train(model: PreTrainedModel, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def measured(action: Callable, name: str, found: dict) -> object:
-    """What `action` returns. In `found`: its seconds, and the most memory that it took above what there was."""
+def measured(action: Callable, name: str, answer: dict) -> object:
+    """Return what `action` returns, and note in `answer` its seconds and the most memory that it added."""
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
     started = time.perf_counter()
     result = action()
-    found[name] = {"seconds": time.perf_counter() - started, "peak": max(peak_resident_bytes() - before, 0)}
+    answer[name] = {"seconds": time.perf_counter() - started, "peak": max(peak_resident_bytes() - before, 0)}
     return result
 
 
-def compare_logits(model: PreTrainedModel, request: dict, found: dict) -> None:
+def compare_logits(model: PreTrainedModel, request: dict, answer: dict) -> None:
     if request.get("logits"):
         with torch.no_grad():
-            found["equal"] = torch.equal(model.eval()(TOKENS).logits, torch.load(request["logits"]))
+            answer["equal"] = torch.equal(model.eval()(TOKENS).logits, torch.load(request["logits"]))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Full fine-tuning of Llama 8B and Qwen3 32B on one RTX 4090, simulated, beside what RoundPipe publishes
+"""Simulate full fine-tuning of Llama 8B and Qwen3 32B on one RTX 4090, and compare it with what RoundPipe publishes
 (arXiv 2604.27085).
 
     python benchmarks/roundpipe.py [--models "Llama 8B" "Qwen3 32B"] [--context 2048] [--all] [--json]
@@ -60,7 +60,7 @@ RESOURCES = {"compute": "compute", "upload": "upload link", "download": "downloa
 
 @dataclass(frozen=True)
 class Model:
-    """A model, the sequences of a step, and the tokens per second that RoundPipe publishes for it."""
+    """A model has the sequences of a step, and the tokens per second that RoundPipe publishes for it."""
 
     name: str
     config: LlamaConfig
@@ -76,7 +76,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class States:
-    """The optimizer's states, and the dtype of the parameters: a split master is of bf16."""
+    """The forms of the optimizer's states, and the dtype of the parameters, which is bf16 where masters are split."""
 
     name: str
     dtype: torch.dtype = torch.float16
@@ -97,12 +97,14 @@ OTHER_STATES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan is made with.
+    """A choice is what a plan is made with.
 
     Attributes:
-        sequences: of a micro-batch.
-        micro_batches: that run each operator before the next one; a loop runs as many at a time as a step has.
-        activations: layers between two checkpoints, which recompute the layers; or "offload": all that is saved.
+        sequences: how many sequences a micro-batch has.
+        micro_batches: how many micro-batches run each operator before the next one; a loop runs as often as a step
+            has so many.
+        activations: how many layers lie between two checkpoints, from which they are recomputed; or "offload" for all
+            that is saved.
     """
 
     sequences: int
@@ -119,7 +121,7 @@ CHOICES = (Choice(8), Choice(16), Choice(32), Choice(4, 4), Choice(8, activation
 
 
 def plans_of(model: Model, choice: Choice, context: int) -> list[Plan]:
-    """The plans of a model at both depths."""
+    """Return the plans of a model at both depths."""
     states = choice.states
     plans = []
     for layers in DEPTHS:
@@ -142,7 +144,7 @@ def plans_of(model: Model, choice: Choice, context: int) -> list[Plan]:
 
 
 def machine(accumulation: str = "fp32", achievable: float | None = None) -> Hardware:
-    """One RTX 4090 with 1 TB of host memory."""
+    """Return a machine of one RTX 4090 with 1 TB of host memory."""
     described = load("rtx-4090")
     host = replace(described.host, capacity=10**12)
     updates = {}
@@ -156,8 +158,15 @@ def machine(accumulation: str = "fp32", achievable: float | None = None) -> Hard
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, those for which each resource works, those that compute takes for what isn't a matrix product,
-    FLOP of matrix products, and bytes of each memory."""
+    """The figures of a step.
+
+    Attributes:
+        seconds: of the step.
+        compute, upload, download, host: seconds for which each resource works.
+        elementwise: seconds of compute for what isn't a matrix product.
+        flops: FLOP of matrix products.
+        device_memory, host_memory: bytes that are needed of each memory.
+    """
 
     seconds: float
     compute: float
@@ -179,14 +188,15 @@ class Step:
         needed = [memories[tier].needed for tier in ("device", "host")]
         return cls(simulation.seconds, *busy, elementwise, simulation.flops, *needed)
 
-    def extended(self, other: Step, times: float) -> Step:
-        """With what `other` has more, so many times."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+    def extended(self, deeper: Step, times: float) -> Step:
+        """Return this step with what `deeper` adds, `times` times."""
+        pairs = zip(vars(self).values(), vars(deeper).values(), strict=True)
         return Step(*(fewer + times * (more - fewer) for fewer, more in pairs))
 
 
 def simulated(model: Model, choice: Choice, plans: Sequence[Plan], hardware: Hardware, context: int) -> dict:
-    """A row: a step of a model by its plans, and what limits it. It has no tokens per second where it doesn't fit."""
+    """Return the row of a model: its step by the plans, and what limits it. A row whose model doesn't fit has no tokens
+    per second."""
     passes = model.sequences // (choice.micro_batches * choice.sequences)
     times = (model.config.layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
     fewer, more = (Step.of(plan, hardware, passes) for plan in plans)
@@ -206,14 +216,14 @@ def simulated(model: Model, choice: Choice, plans: Sequence[Plan], hardware: Har
 
 
 def fastest(rows: Sequence[dict]) -> dict:
-    """The row of the fewest seconds or, of those within a percent of it, the first."""
+    """Return the row of the fewest seconds or, of those within a percent of it, the first."""
     least = min(row["seconds"] for row in rows)
     return next(row for row in rows if row["seconds"] <= (1 + TIE) * least)
 
 
 def rows_of(model: Model, choices: Sequence[Choice], context: int) -> list[dict]:
-    """Rows of all plans at the assumed share of both peaks, and of the fastest at all of each. The fastest choice is
-    planned with the other states, too."""
+    """Return the rows of all plans at the assumed share of both peaks, and of the fastest at all of each peak. The
+    fastest choice is planned with `OTHER_STATES`, too."""
     plans: dict[str, tuple[Choice, list[Plan]]] = {}
     rows: list[dict] = []
 
@@ -237,11 +247,11 @@ def rows_of(model: Model, choices: Sequence[Choice], context: int) -> list[dict]
 
 
 def share_for_published(half: dict, whole: dict) -> float:
-    """The share of a peak at which a plan is as fast as published, from steps at two shares: matrix products take
-    seconds in inverse proportion to it, and what else there is takes the same at each."""
+    """Return the share of a peak at which a plan is as fast as published, from steps at two shares. Matrix products
+    take seconds in inverse proportion to the share, and the rest of a step takes the same at each."""
     products = (half["seconds"] - whole["seconds"]) / (1 / half["share"] - 1 / whole["share"])
-    others = whole["seconds"] - products / whole["share"]
-    left = whole["ratio"] * whole["seconds"] - others
+    rest = whole["seconds"] - products / whole["share"]
+    left = whole["ratio"] * whole["seconds"] - rest
     return products / left if left > 0 else math.inf
 
 
@@ -270,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(rows: Sequence[dict], everything: bool = False) -> str:
-    """What was simulated, as text: the fastest plan of each model at each peak and share of it, or all."""
+    """Return the rows as text: the fastest plan of each model at each peak and share of it, or all plans."""
     hardware = machine()
     link, memory = hardware.upload.bandwidth / 1e9, hardware.host.read / 1e9
     peaks = ", ".join(f"{peak / 1e12:.1f} TFLOP/s with {name} accumulation" for name, peak in PEAKS.items())

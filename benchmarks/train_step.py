@@ -55,8 +55,8 @@ def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
     """Medians over all measured steps of all rounds, and the median over rounds of the ratio to each other variant."""
     results = [results[variant] for results in rounds]
 
-    def ratio(key: str, other: str) -> float:
-        return median(median_of(r[variant][key]) / median_of(r[other][key]) for r in rounds)
+    def ratio(key: str, baseline: str) -> float:
+        return median(median_of(r[variant][key]) / median_of(r[baseline][key]) for r in rounds)
 
     parts = ("step", "forward", "backward", "optimizer")
     return {
@@ -69,8 +69,8 @@ def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
         "peak_device_bytes": max(result["peak_device_bytes"] for result in results),
         "read_per_parameter": median(result["read_per_parameter"] for result in results),
         "written_per_parameter": median(result["written_per_parameter"] for result in results),
-        "step_ratio": {other: ratio("step", other) for other in rounds[0]},
-        "peak_ratio": {other: ratio("peak_resident_bytes", other) for other in rounds[0]},
+        "step_ratio": {baseline: ratio("step", baseline) for baseline in rounds[0]},
+        "peak_ratio": {baseline: ratio("peak_resident_bytes", baseline) for baseline in rounds[0]},
     }
 
 
@@ -120,10 +120,10 @@ def compare_losses(rounds: Sequence[dict[str, dict]], exact: bool = True) -> tup
     Inductor's fused kernels round differently, and so do a GPU and the CPU, which steps what is not on the device: then
     not `exact`."""
     reference = "eager"
-    others = [variant for variant in rounds[0] if variant != reference]
+    compared = [variant for variant in rounds[0] if variant != reference]
     expected = rounds[0][reference]["losses"]
     lines, passed = [], True
-    for variant in others:
+    for variant in compared:
         must_equal = exact and variant != "compile"
         for number, results in enumerate(rounds, start=1):
             losses = results[variant]["losses"]

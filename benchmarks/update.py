@@ -161,8 +161,8 @@ def measure(count: int, threads: int, rounds: int, bar: tqdm, failures: dict[str
     ]
 
 
-def _ratio(times: list[float], others: list[float] | None) -> float | None:
-    return others and median(taken / other for taken, other in zip(times, others, strict=True))
+def _ratio(times: list[float], baselines: list[float] | None) -> float | None:
+    return baselines and median(taken / baseline for taken, baseline in zip(times, baselines, strict=True))
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class Training:
         return after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
 
     def _step(self) -> None:
-        parts: list[tuple[Tensor, ...]] = list(zip(*(one.chunk(self._parts) for one in self._batch), strict=True))
+        parts: list[tuple[Tensor, ...]] = list(zip(*(tensor.chunk(self._parts) for tensor in self._batch), strict=True))
         for part in parts:
             (self._loss(*part) / len(parts)).backward()
         self._optimizer.step()
@@ -148,16 +148,16 @@ class DeepSpeed:
 def trained(args: argparse.Namespace, count: int, store: str) -> Iterator[dict[str, Training | DeepSpeed]]:
     """The ways to train with so many micro-batches."""
     with ExitStack() as stack:
-        found: dict[str, Training | DeepSpeed] = {}
+        trainings: dict[str, Training | DeepSpeed] = {}
         for way in args.ways:
             prefix = f"{way.lower().replace(' ', '-')}-"
             directory = stack.enter_context(tempfile.TemporaryDirectory(dir=store, prefix=prefix))
             if way == "DeepSpeed":
-                found[way] = stack.enter_context(closing(DeepSpeed(args, count, directory)))
+                trainings[way] = stack.enter_context(closing(DeepSpeed(args, count, directory)))
             else:  # of a store of its own: those of one share its memory, and the order of their transfers
-                found[way] = Training(args, way, count, directory)
-        yield found
-        found.clear()
+                trainings[way] = Training(args, way, count, directory)
+        yield trainings
+        trainings.clear()
     torch.compiler.reset()
     gc.collect()
 
@@ -213,15 +213,17 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
             tokens = count * args.micro_batch * args.context
             for way in args.ways:
                 row = {"micro_batches": count, "way": way, "bytes_per_parameter": moved[way]}
-                row |= {"seconds": median(one[way] for one in rounds)}
-                row |= {"tokens_per_second": median(tokens / one[way] for one in rounds)}
+                row |= {"seconds": median(seconds[way] for seconds in rounds)}
+                row |= {"tokens_per_second": median(tokens / seconds[way] for seconds in rounds)}
                 row |= {
-                    name: median(one[to] / one[way] for one in rounds) for to, name in TO.items() if to in args.ways
+                    name: median(seconds[to] / seconds[way] for seconds in rounds)
+                    for to, name in TO.items()
+                    if to in args.ways
                 }
                 if way in predicted[0]:
                     pairs = list(zip(predicted, rounds, strict=True))
                     row["simulated"] = median(guess[way] for guess, _ in pairs)
-                    row["simulated_to_measured"] = median(guess[way] / one[way] for guess, one in pairs)
+                    row["simulated_to_measured"] = median(guess[way] / seconds[way] for guess, seconds in pairs)
                 rows.append(row)
     return rows
 

@@ -30,7 +30,7 @@ class Training:
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=told)
         self._parameters = sum(parameter.ds_numel for parameter in model.parameters())
         batch = example_batch(config, count * request["micro_batch"])
-        self._parts = list(zip(*(one.chunk(count) for one in batch), strict=True))
+        self._parts = list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
 
     def turn(self, steps: int) -> tuple[float, float | None]:
         """Seconds of a step, and bytes per parameter that it moves: the means of some after one that isn't counted."""

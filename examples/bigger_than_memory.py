@@ -162,20 +162,23 @@ def report(
 ) -> str:
     peak, steps, stats = peak_resident_bytes(), len(outcome.losses), outcome.after
     read, written = stats.bytes_read - outcome.before.bytes_read, stats.bytes_written - outcome.before.bytes_written
-    tier_of = {kind: getattr(config.placement, kind) for kind in fitted.each}
+    tier_of = {kind: getattr(config.placement, kind) for kind in fitted.bytes_of_kind}
     kinds = {"parameters": "bfloat16", "gradients": "bfloat16", "optimizer": f"master copy, and moments in {moments}"}
     rows = [
         ("memory limit", f"{in_words(limit.nbytes)}, {limit.source}"),
         ("may be resident", in_words(resident)),
         ("parameters", f"{fitted.parameters:,}, {fitted.shape}"),
         *(
-            (f"{kind}: {kinds[kind]}", f"{in_words(fitted.parameters * each)} on {tier_of[kind]}, {each} bytes each")
-            for kind, each in fitted.each.items()
+            (
+                f"{kind}: {kinds[kind]}",
+                f"{in_words(fitted.parameters * nbytes)} on {tier_of[kind]}, {nbytes} bytes each",
+            )
+            for kind, nbytes in fitted.bytes_of_kind.items()
         ),
         *(
             (
                 f"states on {tier}",
-                in_words(fitted.parameters * sum(fitted.each[k] for k in tier_of if tier_of[k] == tier)),
+                in_words(fitted.parameters * sum(fitted.bytes_of_kind[k] for k in tier_of if tier_of[k] == tier)),
             )
             for tier in TIERS
         ),
@@ -263,12 +266,13 @@ def prepared(args: argparse.Namespace) -> tuple[MemoryLimit, int, zinf_fx.Config
     )
     room = room_on(config.stores)
     room = room if args.disk is None else min(args.disk, room)
-    each = bytes_per_parameter(args.state_dtype)
+    bytes_of_kind = bytes_per_parameter(args.state_dtype)
     if args.checkpoint is not None and (args.checkpoint / MODEL).exists():
         return limit, resident, config, begun(args.checkpoint / MODEL, args.state_dtype)
     if args.checkpoint is not None:  # a step leaves what is saved as it is, and writes parameters and states elsewhere
-        room = room * sum(each.values()) // (sum(each.values()) + each["parameters"] + each["optimizer"])
-    return limit, resident, config, fit(states, limit.nbytes, room, args.context, each)
+        kept = sum(bytes_of_kind.values())
+        room = room * kept // (kept + bytes_of_kind["parameters"] + bytes_of_kind["optimizer"])
+    return limit, resident, config, fit(states, limit.nbytes, room, args.context, bytes_of_kind)
 
 
 def begun(path: Path, state_dtype: str) -> Fit:

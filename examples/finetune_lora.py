@@ -164,11 +164,11 @@ def continued(model: torch.nn.Module, prompt: torch.Tensor, args: argparse.Names
         return scores
 
     with torch.no_grad():
-        found = base.generate(
+        generated = base.generate(
             prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=count, max_new_tokens=count, use_cache=True,
             do_sample=False, logits_processor=[note],
         )  # fmt: skip
-    said = found[0, prompt.shape[1] :].tolist()
+    said = generated[0, prompt.shape[1] :].tolist()
     if args.checkpoint is not None:
         text = transformers.AutoTokenizer.from_pretrained(args.checkpoint).decode(said)
     else:

@@ -39,13 +39,13 @@ class Fit:
 
     config: GPTConfig
     parameters: int
-    each: Mapping[str, int]
+    bytes_of_kind: Mapping[str, int]
     note: str | None = None
 
     @property
     def states(self) -> int:
         """Bytes of everything that training keeps from step to step."""
-        return self.parameters * sum(self.each.values())
+        return self.parameters * sum(self.bytes_of_kind.values())
 
     @property
     def shape(self) -> str:
@@ -61,28 +61,28 @@ def shaped(parameters: float, context: int) -> GPTConfig:
     """A GPT of usual proportions with about so many parameters, not fewer."""
     layers = (parameters / (12 * HIDDEN_PER_LAYER**2)) ** (1 / 3)  # a block has about 12 hidden**2
     hidden = max(1, round(layers * HIDDEN_PER_LAYER / HEAD_SIZE)) * HEAD_SIZE
-    one = GPTConfig(layers=1, hidden=hidden, heads=hidden // HEAD_SIZE, context=context)
-    block = parameters_of(replace(one, layers=2)) - parameters_of(one)
-    return replace(one, layers=1 + max(0, math.ceil((parameters - parameters_of(one)) / block)))
+    shallow = GPTConfig(layers=1, hidden=hidden, heads=hidden // HEAD_SIZE, context=context)
+    block = parameters_of(replace(shallow, layers=2)) - parameters_of(shallow)
+    return replace(shallow, layers=1 + max(0, math.ceil((parameters - parameters_of(shallow)) / block)))
 
 
-def fit(states: int, memory: int, room: int, context: int, each: Mapping[str, int]) -> Fit:
+def fit(states: int, memory: int, room: int, context: int, bytes_of_kind: Mapping[str, int]) -> Fit:
     """The GPT whose states have at least `states` bytes or, where the disk has only `room`, as many as it holds.
 
     Raises: RefusedError if they would not exceed the memory then.
     """
-    config = shaped(min(states, room) / sum(each.values()), context)
-    while config.layers > 1 and parameters_of(config) * sum(each.values()) > room:
+    config = shaped(min(states, room) / sum(bytes_of_kind.values()), context)
+    while config.layers > 1 and parameters_of(config) * sum(bytes_of_kind.values()) > room:
         config = replace(config, layers=config.layers - 1)
-    found = Fit(config, parameters_of(config), each)
-    if found.states > room or found.states <= memory:
+    fitted = Fit(config, parameters_of(config), bytes_of_kind)
+    if fitted.states > room or fitted.states <= memory:
         raise RefusedError(
             f"states larger than the memory, {in_words(memory)}, don't fit the disk, of which {in_words(room)} may be "
             "taken: free some, or give a --store on another one, more of --disk, or a smaller --memory"
         )
-    if found.states >= states:
-        return found
-    return replace(found, note=f"scaled down: states of {in_words(states)} don't fit {in_words(room)} of the disk")
+    if fitted.states >= states:
+        return fitted
+    return replace(fitted, note=f"scaled down: states of {in_words(states)} don't fit {in_words(room)} of the disk")
 
 
 def room_on(directories: Sequence[Path]) -> int:

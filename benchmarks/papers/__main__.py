@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tables = comparisons()
     if options.json:
-        print(json.dumps([asdict(one) for one in tables], indent=1))
+        print(json.dumps([asdict(table) for table in tables], indent=1))
     else:
         print("\n".join(map(comparison_text, tables)), end="")
 

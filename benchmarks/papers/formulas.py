@@ -147,8 +147,8 @@ def per_device(partitioned: Collection[State], states: Collection[State] = STATE
 
     All states: 4Ψ + KΨ/N_d for P_os, 2Ψ + (2+K)Ψ/N_d for P_os+g, (4+K)Ψ/N_d for P_os+g+p (ZeRO, sections 5.1 to 5.3).
     """
-    one = [_BYTES[state] * parameters / (ranks if state in partitioned else 1) for state in states]
-    return sympy.Add(*one)
+    nbytes = [_BYTES[state] * parameters / (ranks if state in partitioned else 1) for state in states]
+    return sympy.Add(*nbytes)
 
 
 def largest_model(partitioned: Collection[State]) -> sympy.Expr:

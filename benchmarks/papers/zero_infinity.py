@@ -106,10 +106,12 @@ def _from_20_bytes() -> str:
 
 def figure_3() -> Comparison:
     """What the text reads off figure 3 (sections 4.2 and 5.2.3): efficiencies in %, bandwidths in TB/s or GB/s."""
-    one, of_2k, of_8k = {f.batch: 1}, {f.hidden: 2 * _K}, {f.hidden: 8 * _K}
-    four_times = _needed(_OPTIMIZER, 0.5, one) / _needed(_STATES, 0.5, one)
+    of_batch_1, of_2k, of_8k = {f.batch: 1}, {f.hidden: 2 * _K}, {f.hidden: 8 * _K}
+    four_times = _needed(_OPTIMIZER, 0.5, of_batch_1) / _needed(_STATES, 0.5, of_batch_1)
     cells = {
-        "3a: % with 70 GB/s for parameters, gradients, batch 1": Cell("50", 100 * _efficiency(_STATES, 70e9, one), ">"),
+        "3a: % with 70 GB/s for parameters, gradients, batch 1": Cell(
+            "50", 100 * _efficiency(_STATES, 70e9, of_batch_1), ">"
+        ),
         "3b: bandwidth for optimizer states / for parameters, 50 %": Cell("4", four_times),
         "3b: TB/s for 90 %, batch 2": Cell("1.5", _for_optimizer() / _TB, why=_from_20_bytes()),
         "3c: % with 2 GB/s for checkpoints, hidden 2K": Cell("50", 100 * _efficiency(_CHECKPOINTS, 2e9, of_2k), ">"),

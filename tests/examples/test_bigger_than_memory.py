@@ -21,8 +21,8 @@ from timeline import Sample, Timeline
 from zinf_fx.plan.show.curve import ASCII
 
 MIB, GIB = 1 << 20, 1 << 30
-EACH = bytes_per_parameter("float32")
-BYTES_PER_PARAMETER = sum(EACH.values())
+BYTES_OF_KIND = bytes_per_parameter("float32")
+BYTES_PER_PARAMETER = sum(BYTES_OF_KIND.values())
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ class TestRefusals:
 class TestFitting:
     @pytest.mark.parametrize("states", [200 * MIB, 3 * GIB, slow(48 * GIB), slow(500 * GIB)])
     def test_the_model_is_as_large_as_asked(self, states: int) -> None:
-        fitted = fit(states, memory=states // 2, room=1 << 50, context=128, each=EACH)
+        fitted = fit(states, memory=states // 2, room=1 << 50, context=128, bytes_of_kind=BYTES_OF_KIND)
         assert fitted.note is None and states <= fitted.states <= 1.35 * states
         assert fitted.states == fitted.parameters * 16
         assert fitted.config.hidden == 128 * fitted.config.heads
@@ -167,13 +167,13 @@ class TestFitting:
         assert parameters_of(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
 
     def test_a_disk_that_is_too_small_scales_the_model_down(self) -> None:
-        fitted = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128, each=EACH)
+        fitted = fit(48 * GIB, memory=24 * GIB, room=30 * GIB, context=128, bytes_of_kind=BYTES_OF_KIND)
         assert 24 * GIB < fitted.states <= 30 * GIB
         assert fitted.note == "scaled down: states of 48.0 GiB don't fit 30.0 GiB of the disk"
 
     def test_what_would_not_exceed_the_memory_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"larger than the memory, 24.0 GiB, don't fit the disk"):
-            fit(48 * GIB, memory=24 * GIB, room=24 * GIB, context=128, each=EACH)
+            fit(48 * GIB, memory=24 * GIB, room=24 * GIB, context=128, bytes_of_kind=BYTES_OF_KIND)
 
     def test_directories_of_one_disk_count_once(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
