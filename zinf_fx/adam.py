@@ -82,8 +82,8 @@ class AdamStates:
         """Bytes of memory per element for what an update has in other dtypes than its own: the gradient, moments, and
         split masters."""
         update = max(self.itemsize, STATE_BYTES)
-        others = _MOMENTS * (self._moment < update) + self._is_split
-        return update * (1 + others) if others else STATE_BYTES * has_master(self.itemsize)
+        converted = _MOMENTS * (self._moment < update) + self._is_split
+        return update * (1 + converted) if converted else STATE_BYTES * has_master(self.itemsize)
 
     @property
     def form(self) -> UpdateForm:

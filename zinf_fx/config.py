@@ -288,13 +288,13 @@ class StoreOptions:
             return first_match("frozen_dtype", self.frozen_dtype, name, value="format")
         return self.frozen_dtype
 
-    def check_names(self, names: Collection[str], others: Collection[str] = ()) -> None:
-        """Check that patterns of names are for a model whose parameters have these, and `others`, where they are tied.
-        Raises: ConfigError."""
+    def check_names(self, names: Collection[str], tied_names: Collection[str] = ()) -> None:
+        """Check that patterns of names are for a model whose parameters have these, and `tied_names`, where they are
+        tied. Raises: ConfigError."""
         if isinstance(self.placement, PlacementRules):
             self.placement.check_model(names)
         if isinstance(self.frozen_dtype, tuple):
-            check_patterns("frozen_dtype", self.frozen_dtype, names, "format", others)
+            check_patterns("frozen_dtype", self.frozen_dtype, names, "format", tied_names)
 
 
 @dataclass(frozen=True)
@@ -459,11 +459,11 @@ def _set(options: StoreOptions | PlanOptions, name: str, value: object) -> None:
     object.__setattr__(options, name, value)
 
 
-def _check(options: StoreOptions | PlanOptions, name: str, accepted: Sequence[object], *others: str) -> None:
-    """Raises: ConfigError for an option that is none of the accepted values. `others`: what else is, in words."""
+def _check(options: StoreOptions | PlanOptions, name: str, accepted: Sequence[object], *described: str) -> None:
+    """Raises: ConfigError for an option that is none of the accepted values. `described`: what else is, in words."""
     given = getattr(options, name)
     if not any(isinstance(given, type(value)) and given == value for value in accepted):  # 1 is not True
-        allowed = ", ".join([*map(repr, accepted), *others])
+        allowed = ", ".join([*map(repr, accepted), *described])
         meant = did_you_mean(given, [value for value in accepted if isinstance(value, str)])
         raise ConfigError(f"{name}={shortened(given)} is not accepted; accepted: {allowed}{meant}")
 

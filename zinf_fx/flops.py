@@ -19,74 +19,74 @@ Formula = Callable[..., int]
 """A formula takes what the operator takes, and `out_shape`, with a shape for each tensor."""
 
 
-def _product(left: Shape, *others: object, out_shape: Shape, **named: object) -> int:
+def _product(left: Shape, *arguments: object, out_shape: Shape, **named: object) -> int:
     """Rows are multiplied by a matrix, however that lies in memory."""
     return 2 * math.prod(left) * out_shape[-1]
 
 
-def _added_product(added: Shape, left: Shape, *others: object, out_shape: Shape, **named: object) -> int:
+def _added_product(added: Shape, left: Shape, *arguments: object, out_shape: Shape, **named: object) -> int:
     return _product(left, out_shape=out_shape)
 
 
-def _with_vector(matrix: Shape, *others: object, **named: object) -> int:
+def _with_vector(matrix: Shape, *arguments: object, **named: object) -> int:
     return 2 * math.prod(matrix)
 
 
-def _added_with_vector(added: Shape, matrix: Shape, *others: object, **named: object) -> int:
+def _added_with_vector(added: Shape, matrix: Shape, *arguments: object, **named: object) -> int:
     return _with_vector(matrix)
 
 
 def _products(left: Sequence[Shape], right: Sequence[Shape], **named: object) -> int:
-    return sum(2 * math.prod(rows) * other[-1] for rows, other in zip(left, right, strict=True))
+    return sum(2 * math.prod(rows) * matrix[-1] for rows, matrix in zip(left, right, strict=True))
 
 
-def _grouped(left: Shape, right: Shape, *others: object, **named: object) -> int:
+def _grouped(left: Shape, right: Shape, *arguments: object, **named: object) -> int:
     """Each row, each column or each summand is of one group, but where both operands have a dimension of groups."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
-def _grouped_backward(left: Shape, right: Shape, *others: object, **named: object) -> int:
+def _grouped_backward(left: Shape, right: Shape, *arguments: object, **named: object) -> int:
     return 2 * _grouped(left, right)
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *others: object, **named: object) -> int:
+def _attention(query: Shape, key: Shape, value: Shape, *arguments: object, **named: object) -> int:
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward(
-    gradient: Shape, query: Shape, key: Shape, value: Shape, *others: object, **named: object
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *arguments: object, **named: object
 ) -> int:
     """Backward computes the scores again, and two products for each of forward's."""
     return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-def _heads(query: Shape, key: Shape, value: Shape, width: int, heads: int, *others: object, **named: object) -> int:
+def _heads(query: Shape, key: Shape, value: Shape, width: int, heads: int, *arguments: object, **named: object) -> int:
     """The heads compute attention, and the products before and behind it."""
     projected = 2 * width * (2 * math.prod(query) + math.prod(key) + math.prod(value))
     return projected + _attention(query, key, value)
 
 
-def _encoder_layer(source: Shape, width: int, heads: int, *others: Any, **named: object) -> int:
-    """`others` are four weights of attention, two flags, an epsilon, four of norms, then those of both products."""
-    return _heads(source, source, source, width, heads) + 4 * math.prod(source) * others[11][0]
+def _encoder_layer(source: Shape, width: int, heads: int, *arguments: Any, **named: object) -> int:
+    """`arguments` are four weights of attention, two flags, an epsilon, four of norms, then those of both products."""
+    return _heads(source, source, source, width, heads) + 4 * math.prod(source) * arguments[11][0]
 
 
-def _sequence_convolution(source: Shape, weight: Shape, *others: object, out_shape: Shape, **named: object) -> int:
+def _sequence_convolution(source: Shape, weight: Shape, *arguments: object, out_shape: Shape, **named: object) -> int:
     return 2 * math.prod(out_shape) * math.prod(weight[:-1])
 
 
 def _sequence_convolution_backward(
-    gradient: Shape, source: Shape, weight: Shape, *others: object, **named: object
+    gradient: Shape, source: Shape, weight: Shape, *arguments: object, **named: object
 ) -> int:
     return 2 * _sequence_convolution(source, weight, out_shape=gradient)
 
 
-def _distances(left: Shape, right: Shape, *others: object, **named: object) -> int:
+def _distances(left: Shape, right: Shape, *arguments: object, **named: object) -> int:
     return 3 * math.prod(left) * right[-2]
 
 
-def _distances_backward(gradient: Shape, left: Shape, right: Shape, *others: object, **named: object) -> int:
+def _distances_backward(gradient: Shape, left: Shape, right: Shape, *arguments: object, **named: object) -> int:
     return _distances(left, right)
 
 

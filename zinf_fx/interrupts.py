@@ -169,12 +169,12 @@ def _interrupt_soon(numbers: list[int]) -> None:
 
 def _raise_all(numbers: list[int]) -> None:
     """Raise signals in this order, also where handlers raise: the last error has the others as its context."""
-    number, *others = numbers
+    number, *remaining = numbers
     try:
         signal.raise_signal(number)
     finally:
-        if others:
-            _raise_all(others)
+        if remaining:
+            _raise_all(remaining)
 
 
 class Block:

@@ -142,8 +142,8 @@ CHOSEN = ("parameters", "gradients", "optimizer")
 def in_common(placements: Mapping[str, Placement]) -> Placement | PlacementRules:
     """What places all these parameters, by name, as they are: for those whose tier is not the most common one, a
     pattern that is their name."""
-    first, *others = dict.fromkeys(placements.values())
-    if not others:
+    first, *differing = dict.fromkeys(placements.values())
+    if not differing:
         return first
 
     def rule(state: str) -> Tier | Patterns:
@@ -151,8 +151,8 @@ def in_common(placements: Mapping[str, Placement]) -> Placement | PlacementRules
         (common, count), *_ = Counter(tiers.values()).most_common(1)
         if count == len(tiers):
             return common
-        others = ((glob.escape(name), tier) for name, tier in sorted(tiers.items()) if tier != common)
-        return (*others, ("*", common))
+        exceptions = ((glob.escape(name), tier) for name, tier in sorted(tiers.items()) if tier != common)
+        return (*exceptions, ("*", common))
 
     return PlacementRules(rule("parameters"), rule("gradients"), rule("optimizer"), first.activations, first.stage)
 
@@ -217,17 +217,17 @@ def check_patterns(
     patterns: Sequence[tuple[str, object]],
     names: Collection[str],
     value: str = "tier",
-    others: Collection[str] = (),
+    tied_names: Collection[str] = (),
 ) -> None:
-    """Check that patterns are for a model of which all parameters have these names, and `others`, where they are tied.
-    `what` has the patterns; `value`: what they give, in a word.
+    """Check that patterns are for a model of which all parameters have these names, and `tied_names`, where they are
+    tied. `what` has the patterns; `value`: what they give, in a word.
 
     Raises: ConfigError for a name that no pattern matches, and for a pattern that matches no name.
     """
     for name in names:
         first_match(what, patterns, name, names, value)
     for pattern, _ in patterns:
-        if not any(fnmatchcase(name, pattern) for name in (*names, *others)):
+        if not any(fnmatchcase(name, pattern) for name in (*names, *tied_names)):
             raise ConfigError(
                 f"{what} has the pattern {pattern!r}, which matches no parameter of the model. {_shown(names)}"
             )

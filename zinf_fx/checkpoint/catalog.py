@@ -95,7 +95,7 @@ def checkpoints_in(directory: Path, read: Callable[[Path], Manifest] = manifest_
     return sorted(checkpoints, key=lambda checkpoint: _age(checkpoint, checkpoints))
 
 
-def _age(checkpoint: CheckpointDirectory, others: Sequence[CheckpointDirectory]) -> tuple[str, float]:
+def _age(checkpoint: CheckpointDirectory, checkpoints: Sequence[CheckpointDirectory]) -> tuple[str, float]:
     """Return a key that orders checkpoints from the oldest to the newest. One whose manifest can't be read comes behind
     all of smaller steps than its number; without a number, behind all: it may be the newest, which isn't passed over
     in silence."""
@@ -105,7 +105,11 @@ def _age(checkpoint: CheckpointDirectory, others: Sequence[CheckpointDirectory])
         return "", 0
     match = _NUMBERED.fullmatch(checkpoint.path.name)
     number = int(match[1]) if match else math.inf
-    before = (other.manifest.time for other in others if other.manifest is not None and (other.step or 0) < number)
+    before = (
+        earlier.manifest.time
+        for earlier in checkpoints
+        if earlier.manifest is not None and (earlier.step or 0) < number
+    )
     return max(before, default=""), number
 
 

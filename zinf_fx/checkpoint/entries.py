@@ -159,11 +159,11 @@ class Matching:
         elif saved.dtype != shard.dtype:
             self._of_tensors.append(f"'{name}' has dtype {shard.dtype}, and {saved.dtype} in the checkpoint")
         else:
-            other, source = self._taken.setdefault(shard.identity, (name, saved.name))
-            if other == name:
+            first_name, source = self._taken.setdefault(shard.identity, (name, saved.name))
+            if first_name == name:
                 self.targets.append((saved, shard))
             elif source != saved.name:
-                self._of_tensors.append(f"'{name}' and '{other}' are one tensor, and two in the checkpoint")
+                self._of_tensors.append(f"'{name}' and '{first_name}' are one tensor, and two in the checkpoint")
 
     def compare(self, what: str, mine: Iterable[str], saved: Iterable[str]) -> None:
         """Note which names are on one side only."""
@@ -358,12 +358,12 @@ class OptimizerEntry:
             matching.differences.append(f"{self.name} has {len(mine)} groups, and {len(saved)} in the checkpoint")
             return None
         groups, first = [], 0
-        for number, (group, other) in enumerate(zip(mine, saved, strict=True)):
+        for number, (group, saved_group) in enumerate(zip(mine, saved, strict=True)):
             params = range(first, first + len(group["params"]))
             names, first = [self._names[index] for index in params], params.stop
-            matching.compare(f"parameter in group {number} of {self.name}:", names, other["params"])
-            if set(names) == set(other["params"]):
-                groups.append({**decode(other["options"], matching.in_memory), "params": list(params)})
+            matching.compare(f"parameter in group {number} of {self.name}:", names, saved_group["params"])
+            if set(names) == set(saved_group["params"]):
+                groups.append({**decode(saved_group["options"], matching.in_memory), "params": list(params)})
         return groups if len(groups) == len(mine) else None
 
     @property
@@ -380,17 +380,17 @@ class OptimizerEntry:
         optimizer = self.optimizer if stored is not None and isinstance(self.optimizer, Streamed) else None
         present: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
         spaces = present if stored is None or optimizer is None else optimizer.reserved(stored, group)
-        others: dict[str, StoredTensor] = {}  # in the saved form
+        to_convert: dict[str, StoredTensor] = {}  # in the saved form
 
         def find(key: str, full_name: str) -> torch.Tensor:
             saved, space = matching.saved(full_name), spaces.get(key)
             kind = kind_of(key, entry)
-            is_beside_one = kind is not None and key in map(companion_of, others)
+            is_beside_one = kind is not None and key in map(companion_of, to_convert)
             in_another_form = optimizer is not None and (is_beside_one or _is_in_another_form(space, saved))
             if stored is not None and in_another_form:
-                others[key] = _in_form(stored, saved, kind)
-                matching.target(full_name, stored.shown(others[key]))
-                return others[key]
+                to_convert[key] = _in_form(stored, saved, kind)
+                matching.target(full_name, stored.shown(to_convert[key]))
+                return to_convert[key]
             if not isinstance(space, torch.Tensor) or not (optimizer is not None or _alike(space, saved)):
                 space = _like(parameter, saved)
             matching.target(full_name, space)
@@ -398,15 +398,17 @@ class OptimizerEntry:
 
         states_first = sorted(entry, key=lambda key: kind_of(key, entry) is not None)
         state = {key: decode(entry[key], partial(find, key)) for key in states_first}
-        if stored is not None and others:
-            matching.end.append(partial(self._convert, stored, others))
-        mine = {name for key in others for name in (key, companion_of(key))} & spaces.keys()
-        return {key: value for key, value in state.items() if key not in others} | {key: spaces[key] for key in mine}
+        if stored is not None and to_convert:
+            matching.end.append(partial(self._convert, stored, to_convert))
+        mine = {name for key in to_convert for name in (key, companion_of(key))} & spaces.keys()
+        return {key: value for key, value in state.items() if key not in to_convert} | {
+            key: spaces[key] for key in mine
+        }
 
-    def _convert(self, parameter: StoredTensor, others: dict[str, StoredTensor]) -> None:
+    def _convert(self, parameter: StoredTensor, to_convert: dict[str, StoredTensor]) -> None:
         assert isinstance(self.optimizer, Streamed)
         try:
-            self.optimizer.take_entries({parameter: others})
+            self.optimizer.take_entries({parameter: to_convert})
         finally:
             self.optimizer.torn = LOADED_IN_PART
 

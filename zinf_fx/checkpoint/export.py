@@ -214,7 +214,7 @@ def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> 
         with refusals("writing the index of weights", last):
             last.write_text(json.dumps(_index(shards), indent=2, sort_keys=True) + "\n")
     with refusals("renaming files with weights", directory):
-        others = [path for path in folder.iterdir() if path.name not in (*new, LOCK)]
+        rest = [path for path in folder.iterdir() if path.name not in (*new, LOCK)]
         try:
             appear(into(first), files)
             appear(into([last]), files)
@@ -227,7 +227,7 @@ def commit(shards: list[Shard], folder: Path, directory: Path, files: Files) -> 
         for name in sorted({*_names_in(directory)} - new, key=lambda name: name != WHOLE):
             if name in (WHOLE, INDEX) or _SHARD.fullmatch(name):
                 files.remove(directory / name)
-        appear(into(others), files)
+        appear(into(rest), files)
 
 
 def _index(shards: list[Shard]) -> dict[str, object]:

@@ -198,8 +198,8 @@ class CheckpointManager:
             before = self._collect_garbage() if ranks.rank == 0 else []
         replaced = ranks.of_first(self._replaced(before, path), "which checkpoints are replaced")
         newest = max((checkpoint.manifest.time for checkpoint in before if checkpoint.manifest), default=None)
-        others = [Path(replaced_path) for replaced_path in replaced]
-        how = {"newest": newest, "others": others, "background": background, "manifests": self._manifests}
+        directories = [Path(replaced_path) for replaced_path in replaced]
+        how = {"newest": newest, "replaced": directories, "background": background, "manifests": self._manifests}
         self._copy = save(path, entries, self.files, **how)
         self._saved_step, self._saved_at = step, time.monotonic()
         return path
@@ -287,9 +287,9 @@ class CheckpointManager:
 
     def _replaced(self, before: list[CheckpointDirectory], saved: Path) -> list[str]:
         """Return the checkpoints to remove when there is one more, so that no more stay than are to be kept."""
-        others = [str(old.path) for old in before if old.is_numbered and old.is_whole and old.path != saved]
+        older = [str(old.path) for old in before if old.is_numbered and old.is_whole and old.path != saved]
         kept = self._keep - is_numbered(saved)
-        return others[: max(0, len(others) - kept)]
+        return older[: max(0, len(older) - kept)]
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self._restore()  # the next one ends the process

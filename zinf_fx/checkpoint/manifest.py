@@ -207,7 +207,7 @@ class Manifest:
     def by_name(self) -> dict[str, SavedTensor]:
         """Return the tensors by all names that they have."""
         by_name = {tensor.name: tensor for tensor in self.tensors}
-        return by_name | {name: by_name[other] for name, other in self.same}
+        return by_name | {name: by_name[original] for name, original in self.same}
 
 
 def to_text(manifest: Manifest) -> bytes:
@@ -254,9 +254,9 @@ def check_sound(manifest: Manifest, what: str) -> None:
     if (fault := fault_in(manifest.values)) is not None:
         raise CheckpointError(f"{what}: {fault}; use another checkpoint")
     names = [tensor.name for tensor in manifest.tensors]
-    known, others = set(names), [name for name, _ in manifest.same]
-    is_twice = len({*names, *others}) != len(names) + len(others)
-    if is_twice or any(other not in known for _, other in manifest.same):
+    known, aliases = set(names), [name for name, _ in manifest.same]
+    is_twice = len({*names, *aliases}) != len(names) + len(aliases)
+    if is_twice or any(original not in known for _, original in manifest.same):
         raise CheckpointError(f"{what} has a tensor twice, or the name of one that is not there")
     for tensor in manifest.tensors:
         _check_tensor(tensor, manifest.files, what)
@@ -415,8 +415,8 @@ def leftovers(directory: Path, manifest: bytes, proven: Collection[Path] = ()) -
     names say."""
     with refusals("looking for what is left of a save", directory):
         present = sorted(os.listdir(directory))
-    others = (name for name in present if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
-    return [path for path in (directory / name for name in others) if path in proven or _is_as_named(path)]
+    unlisted = (name for name in present if name != MANIFEST and is_ours(name) and name.encode() not in manifest)
+    return [path for path in (directory / name for name in unlisted) if path in proven or _is_as_named(path)]
 
 
 def _is_as_named(path: Path) -> bool:

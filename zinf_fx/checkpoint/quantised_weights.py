@@ -217,8 +217,8 @@ def as_published(
 def _without_scales_of(name: str, joined: dict[str, TensorInFile | Published]) -> None:
     """Leave out what is beside the codes of a weight."""
     stem = name.removesuffix("weight")
-    for other in (*(name + ending for ending in _SCALE_NAMES), *(stem + ending for ending in _OF_INPUTS)):
-        joined.pop(other, None)
+    for companion in (*(name + ending for ending in _SCALE_NAMES), *(stem + ending for ending in _OF_INPUTS)):
+        joined.pop(companion, None)
 
 
 def _take_parts(

@@ -94,16 +94,16 @@ def save(
     files: Files = FILES,
     report: Report = lambda nbytes: None,
     newest: str | None = None,
-    others: Sequence[Path] = (),
+    replaced: Sequence[Path] = (),
     background: Background | None = None,
     manifests: Manifests | None = None,
 ) -> BackgroundCopy | None:
     """Save as `save_checkpoint` does. `report` is told of bytes that were written; `newest`: the time in the manifest
-    of the checkpoint that this one comes after, whatever the clock says; `others`: directories of checkpoints that it
+    of the checkpoint that this one comes after, whatever the clock says; `replaced`: directories of checkpoints that it
     replaces, too, which are removed when it is there. With `background`, returns what goes on in the background, if
     anything does: see [Note: copies in the background]. `manifests` are told of the manifest that is written."""
     ranks, started = all_ranks(*modules_in(entries)), time.perf_counter()
-    directory, *others = replaced = [path.absolute() for path in (directory, *others)]
+    directory, *replaced = all_replaced = [path.absolute() for path in (directory, *replaced)]
     with ExitStack() as rooms:
         still = rooms.enter_context(ExitStack())  # in which nothing is changed
         with together("collecting what is to be saved", ranks):
@@ -123,12 +123,12 @@ def save(
                 rooms.enter_context(_prepared(directory, files, token))
         may_wait = background is not None and ranks.size == 1
         with together(f"keeping what is in the store for {directory.name}", ranks), refusals("saving", directory):
-            snapshot.take(ranges, unwritten_in(entries), replaced, may_wait=may_wait)
+            snapshot.take(ranges, unwritten_in(entries), all_replaced, may_wait=may_wait)
         prepared = _Prepared(directory, files, ranks, token, collected, values, snapshot, _time_after(newest))
         layout = laid_out(snapshot.copied)
 
         def complete(report: Report, in_flight: int = IN_FLIGHT) -> None:
-            manifest = prepared.complete(layout, others, manifests or Manifests(), report, in_flight)
+            manifest = prepared.complete(layout, replaced, manifests or Manifests(), report, in_flight)
             size, how, seconds = in_words(manifest.nbytes), _in_words(snapshot, manifest), time.perf_counter() - started
             log.info("checkpoint of %s saved to %s in %.1f s%s", size, directory, seconds, how)
 
@@ -171,7 +171,7 @@ class _Prepared:
     time: str
 
     def complete(
-        self, layout: Layout, others: Sequence[Path], manifests: Manifests, report: Report, in_flight: int
+        self, layout: Layout, replaced: Sequence[Path], manifests: Manifests, report: Report, in_flight: int
     ) -> Manifest:
         """Copy what is laid out, and commit. Returns the manifest."""
         names_in_order = (names.data_name(self.token, self.ranks.rank, number) for number in range(len(layout.sizes)))
@@ -179,7 +179,7 @@ class _Prepared:
         with refusals(f"saving a checkpoint of {in_words(sum(layout.sizes))}", self.directory):
             sums = _written(self.ranks, self.directory, layout, paths, self.files, report, in_flight)
         report(self.snapshot.shared_nbytes)
-        return self._commit(layout, sums, paths, others, manifests)
+        return self._commit(layout, sums, paths, replaced, manifests)
 
     @no_search_for_cycles()
     def _commit(
@@ -187,7 +187,7 @@ class _Prepared:
         layout: Layout,
         sums: Sequence[int],
         paths: Sequence[Path],
-        others: Sequence[Path],
+        replaced: Sequence[Path],
         manifests: Manifests,
     ) -> Manifest:
         directory, ranks, files = self.directory, self.ranks, self.files
@@ -202,7 +202,7 @@ class _Prepared:
                     names.commit(files, directory, text)
                     manifests.add(directory, manifest)
                     _remove(files, names.leftovers(directory, text, proven))
-                discard_all(others)
+                discard_all(replaced)
         return manifest
 
     def _saved(

@@ -31,8 +31,11 @@ def plans_of_target(
     """The plans of a TARGET: from a plan file, or as `plans_of_model` makes them. Raises: ZinfError."""
     if not is_plan_file(options.target):
         return plans_of_model(options, timed, hardware)
-    others = {"inference": False, **_PLANNED}
-    if given := [*fields_of(options), *(name for name, default in others.items() if getattr(options, name) != default)]:
+    defaults = {"inference": False, **_PLANNED}
+    if given := [
+        *fields_of(options),
+        *(name for name, default in defaults.items() if getattr(options, name) != default),
+    ]:
         named = ", ".join(given)
         raise ConfigError(f"a plan file has its options already: leave {named} out, or give module:factory")
     return Planning([load_plan(options.target)])

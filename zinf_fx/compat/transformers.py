@@ -59,11 +59,11 @@ class Converting(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _joined(
-        self, new_dim: bool, tensors: Sequence[torch.Tensor] = (), dim: int = 0, **others: Any
+        self, new_dim: bool, tensors: Sequence[torch.Tensor] = (), dim: int = 0, **options: Any
     ) -> torch.Tensor | None:
         """The result; None where it is to be made as always."""
         if (
-            others
+            options
             or not tensors
             or type(dim) is not int
             or not all(_is_plain(tensor, tensors[0]) for tensor in tensors)
@@ -91,10 +91,10 @@ class Converting(TorchFunctionMode):
         return joined
 
     def _converted(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, device: object = None, **others: Any
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, device: object = None, **options: Any
     ) -> torch.Tensor | None:
         """The result; None where it is to be made as always."""
-        if others or dtype in (None, tensor.dtype) or device not in (None, "cpu", torch.device("cpu")):
+        if options or dtype in (None, tensor.dtype) or device not in (None, "cpu", torch.device("cpu")):
             return None
         if not _is_plain(tensor, tensor) or tensor.numel() * dtype.itemsize < _LARGE or not self._mapped.has([tensor]):
             return None

@@ -320,11 +320,11 @@ def _config_in_force(model: torch.nn.Module, config: Config | None, fields: Mapp
     of_states = options_of_states(stored)
     hint = "plan an ordinary model, or one on the meta device, to see what other options make of it"
     check_not_contradicted(requested, options_given(config, fields) & {*of_states}, stored, hint)
-    others = {name: value for name, value in fields.items() if name not in of_states}
+    of_plan = {name: value for name, value in fields.items() if name not in of_states}
     placement = requested.placement if isinstance(requested.placement, PlacementRules) else placement_of_all(stored)
     own = next(iter(stored.values())).base.config
     states = {name: getattr(own, name) for name in of_states}
-    return Config.of(config or own, {**others, **states, "placement": placement})
+    return Config.of(config or own, {**of_plan, **states, "placement": placement})
 
 
 def _twin_of(model: torch.nn.Module, config: Config) -> torch.nn.Module:

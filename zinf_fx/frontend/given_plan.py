@@ -114,9 +114,9 @@ def about_given(plan: Plan) -> Iterator[None]:
         ) from error
 
 
-def _first_difference(plan: Config, other: Config, names: Sequence[str] | None = None) -> str | None:
+def _first_difference(plan: Config, config: Config, names: Sequence[str] | None = None) -> str | None:
     for name in names or shared_options():
-        theirs, ours = getattr(plan, name), getattr(other, name)
+        theirs, ours = getattr(plan, name), getattr(config, name)
         if theirs != ours and isinstance(theirs, Placement) and isinstance(ours, Placement):
             for field in fields(theirs):
                 if (there := getattr(theirs, field.name)) != (here := getattr(ours, field.name)):

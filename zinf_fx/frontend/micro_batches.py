@@ -214,7 +214,9 @@ def _batch_of(
         if not isinstance(_expression(size), sympy.Symbol) or (_value(node).dim() == 1 and batches):
             continue
         # From the second size of the batch on, Dynamo has a symbol for each tensor's: comparing them makes them one.
-        if not any(size_at_hand(size) == size_at_hand(_first(other)) and size == _first(other) for other, _ in batches):
+        if not any(
+            size_at_hand(size) == size_at_hand(_first(earlier)) and size == _first(earlier) for earlier, _ in batches
+        ):
             batches.append((node, graph_input))
     batches = _of_one_sample(tensors, batches, config) or batches
     if len(batches) > 1:
@@ -258,8 +260,8 @@ def _of_one_sample(
     samples = [(node, graph_input) for node, graph_input in matrices if size_at_hand(_first(node)) == 1]
     later = {_known(size) for node, _ in samples for size in _value(node).shape[1:]}
     first = {node: _known(_first(node)) for node, _ in tensors}
-    others = [first[node] for node, _ in matrices if size_at_hand(_first(node)) != 1]
-    if not samples or not all(auto and size in later for size in others):
+    sizes = [first[node] for node, _ in matrices if size_at_hand(_first(node)) != 1]
+    if not samples or not all(auto and size in later for size in sizes):
         return []
     alike = Counter(first.values())
     if not auto and any(first[node] not in later and alike[first[node]] > 1 for node, _ in batches):

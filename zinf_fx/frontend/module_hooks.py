@@ -85,8 +85,8 @@ class _Memory(NamedTuple):
 
     def is_that_of(self, tensor: torch.Tensor) -> bool:
         holder = self.holder()
-        other = _Memory.of(tensor)
-        return holder is not None and holder is other.holder() and self.layout == other.layout
+        memory = _Memory.of(tensor)
+        return holder is not None and holder is memory.holder() and self.layout == memory.layout
 
 
 def _writes(*parameters: StoredTensor) -> int:
@@ -141,13 +141,13 @@ def _tied_with(before: StoredTensor, parameter: torch.nn.Parameter, what: str) -
     number = ranks.of_first(next(same, None), f"whether {what} is tied")
     if number is not None:
         return present[number][1]
-    other = next((place for place, _ in present if place.came_with(before)), None)
-    if other is None:
+    separated = next((place for place, _ in present if place.came_with(before)), None)
+    if separated is None:
         return None
     warnings.warn(
-        f"{what} and '{other.name}' of {type(other.module()).__name__} were one parameter, and are two from now on, as "
-        "in plain PyTorch: they were given different tensors, as files have them that keep no ties. To tie them again, "
-        "assign the one parameter to both modules, as model.tie_weights() of transformers does",
+        f"{what} and '{separated.name}' of {type(separated.module()).__name__} were one parameter, and are two from "
+        "now on, as in plain PyTorch: they were given different tensors, as files have them that keep no ties. To tie "
+        "them again, assign the one parameter to both modules, as model.tie_weights() of transformers does",
         stacklevel=3,
     )
     return None

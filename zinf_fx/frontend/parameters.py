@@ -88,11 +88,11 @@ def check_disjoint(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     by_address: dict[int, str] = {}
     for name, parameter in parameters.items():
         elements = local_part(parameter)
-        other = by_address.setdefault(elements.data_ptr(), name) if elements.numel() else name
-        if other != name:
+        first_name = by_address.setdefault(elements.data_ptr(), name) if elements.numel() else name
+        if first_name != name:
             raise StoredTensorError(
-                f"parameters '{other}' and '{name}' are different parameters in the same memory, and would no longer "
-                "be tied: tie them by assigning the one parameter to both modules"
+                f"parameters '{first_name}' and '{name}' are different parameters in the same memory, and would no "
+                "longer be tied: tie them by assigning the one parameter to both modules"
             )
 
 

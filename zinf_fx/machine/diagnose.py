@@ -55,8 +55,8 @@ class Finding:
 def diagnose(directory: Path, unmade: StoreError | None = None) -> list[Finding]:
     """Looks at the machine and at a store directory. Writes a small file there, and removes it. `unmade`: why the
     directory, which was to be made, can't be."""
-    found = processors()
-    findings = [_torch(), _processors(found), _numa(found), _checksums()]
+    cpus = processors()
+    findings = [_torch(), _processors(cpus), _numa(cpus), _checksums()]
     findings += [_huge_pages(), _memlock(), _aio(), _file_size()]
     try:
         if unmade is not None:
@@ -78,26 +78,26 @@ def _torch() -> Finding:
     return Finding("torch", "ok", f"{versions}, CUDA {cuda.version()}: {', '.join(sorted(names))}")
 
 
-def _processors(found: Processors) -> Finding:
+def _processors(cpus: Processors) -> Finding:
     subject = "processors"
     of_pytorch = torch.get_num_threads()
     updating = update_threads(None, of_pytorch, beside_gpu=cuda.is_available())
-    text = f"{found.count}, of {_counted(found.cores, 'core')}"
-    if found.quota is not None:
-        text += f", with the time of {found.quota.processors:g} ({found.quota.source})"
+    text = f"{cpus.count}, of {_counted(cpus.cores, 'core')}"
+    if cpus.quota is not None:
+        text += f", with the time of {cpus.quota.processors:g} ({cpus.quota.source})"
     text += f"; PyTorch has {_counted(of_pytorch, 'thread')}, and updates of parameters {updating}"
-    if of_pytorch > found.runnable_threads:
-        fix = f"export OMP_NUM_THREADS={found.busy_threads}   # and no more for update_threads"
+    if of_pytorch > cpus.runnable_threads:
+        fix = f"export OMP_NUM_THREADS={cpus.busy_threads}   # and no more for update_threads"
         return Finding(subject, "warning", f"{text}: threads wait for each other's turn", fix)
     return Finding(subject, "ok", text)
 
 
-def _numa(found: Processors) -> Finding:
-    names = ", ".join(map(str, found.nodes))
-    if len(found.nodes) == 1:
+def _numa(cpus: Processors) -> Finding:
+    names = ", ".join(map(str, cpus.nodes))
+    if len(cpus.nodes) == 1:
         return Finding("NUMA nodes", "ok", f"1 (node {names})")
     text = (
-        f"{len(found.nodes)} (nodes {names}): what a thread writes first is in the memory of its node, which the "
+        f"{len(cpus.nodes)} (nodes {names}): what a thread writes first is in the memory of its node, which the "
         "threads of the others reach through the link between them"
     )
     fix = "numactl --interleave=all python ...   # torchrun: each rank by numactl --cpunodebind=NODE --membind=NODE"

@@ -231,24 +231,26 @@ def beside_computing(store: Path | str) -> dict[str, float]:
     def compute_little() -> None:
         torch.mm(rows[: _ROWS // 4], next(parts))
 
-    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as other:
-        read_load, reads = _cost_each_other(compute, partial(trial.run, "read"), other)
-        write_load, writes = _cost_each_other(compute, partial(trial.run, "write"), other)
+    with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial, ThreadPoolExecutor(1) as executor:
+        read_load, reads = _cost_each_other(compute, partial(trial.run, "read"), executor)
+        write_load, writes = _cost_each_other(compute, partial(trial.run, "write"), executor)
         alone = _share_alone(trial, compute_some, compute_little)
         start = trial.start_seconds(compute, _STARTS)
     beside = (reads + writes) / 2
     return {"read_load": read_load, "write_load": write_load, "start": start, "beside": beside, "alone": alone}
 
 
-def _cost_each_other(compute: Callable[[], object], move: Callable[[], object], other: Executor) -> tuple[float, float]:
+def _cost_each_other(
+    compute: Callable[[], object], move: Callable[[], object], executor: Executor
+) -> tuple[float, float]:
     """The share of its speed that computing loses beside what moves bytes, and the share that this keeps beside it."""
     computing, computing_beside, moving, moving_beside = [], [], [], []
     for _ in range(_TIMES):
         computing.append(_mean(compute, CPU))
         moving.append(_mean(move, CPU))
-        with _again_and_again(move, other):
+        with _again_and_again(move, executor):
             computing_beside.append(_mean(compute, CPU))
-        with _again_and_again(compute, other):
+        with _again_and_again(compute, executor):
             moving_beside.append(_mean(move, CPU))
     lost = 1 - median(computing) / median(computing_beside)
     return max(0.0, lost), min(median(moving) / median(moving_beside), 1.0)
@@ -272,7 +274,7 @@ def _share_alone(
 
 
 @contextmanager
-def _again_and_again(work: Callable[[], object], other: Executor) -> Iterator[None]:
+def _again_and_again(work: Callable[[], object], executor: Executor) -> Iterator[None]:
     """Work of another thread, until the block ends."""
     stop = Event()
 
@@ -280,7 +282,7 @@ def _again_and_again(work: Callable[[], object], other: Executor) -> Iterator[No
         while not stop.is_set():
             work()
 
-    worked = other.submit(working)
+    worked = executor.submit(working)
     try:
         yield
     finally:

@@ -259,10 +259,10 @@ class Kept:
 
 def differing(moves: Iterable[Kept]) -> list[str]:
     """Return the names of what steps over different parameters changed differently: it depends on the parameters."""
-    first, *others = moves
+    first, *rest = moves
     names: dict[str, None] = {}
-    for other in others:
-        for mine, theirs in zip((*first.groups, first.attributes), (*other.groups, other.attributes), strict=True):
+    for move in rest:
+        for mine, theirs in zip((*first.groups, first.attributes), (*move.groups, move.attributes), strict=True):
             names |= dict.fromkeys([*_changed(mine, theirs), *_changed(theirs, mine)])
     return list(names)
 

@@ -87,11 +87,11 @@ class ChunkMemory:
 
     def again(self) -> ChunkMemory:
         """Return the memory of the next step, which has chunks of the same sizes."""
-        other = ChunkMemory(self._stored, self.threads)
-        other.tiers, other.elements, other.count = list(self.tiers), self.elements, self.count
-        other._chunk_written, other._chunk_bytes = self._chunk_written, self._chunk_bytes
-        other._lanes = self._lanes
-        return other
+        memory = ChunkMemory(self._stored, self.threads)
+        memory.tiers, memory.elements, memory.count = list(self.tiers), self.elements, self.count
+        memory._chunk_written, memory._chunk_bytes = self._chunk_written, self._chunk_bytes
+        memory._lanes = self._lanes
+        return memory
 
     @property
     def _next_part(self) -> range:

@@ -269,14 +269,14 @@ class InPlaceGroups:
         """
         unscales = getattr(optimizer, "grad_scale", None) is not None  # a fused class does, before it updates
         updates: list[InPlaceUpdate] = []
-        others: list[Group] = []
+        remaining: list[Group] = []
         for number, group in enumerate(optimizer.param_groups):
             in_place = self._group(number, group, shown, stored, layouts_of)
             options = {name: value for name, value in group.items() if name != "params"}
             complete = _update_all(in_place, options, group)
             if complete is not None:
                 updates += complete
-                others.append({**group, "params": []})
+                remaining.append({**group, "params": []})
                 continue
             rest: list[torch.Tensor] = []
             gradients: dict[InPlaceParameter, torch.Tensor] = {}
@@ -287,10 +287,10 @@ class InPlaceGroups:
                     gradients[member] = usable
                 elif gradient is not None or not isinstance(parameter, StoredTensor):
                     rest.append(parameter)
-            others.append({**group, "params": rest})
+            remaining.append({**group, "params": rest})
             for batch in _batches_of(group, list(gradients)):
                 updates.append(InPlaceUpdate(in_place, options, batch, [gradients[member] for member in batch.members]))
-        return updates, others
+        return updates, remaining
 
     def _group(
         self,

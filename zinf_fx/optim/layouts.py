@@ -307,7 +307,7 @@ def _check_independent(
             if kept:
                 raise refusal(kind, f"its state '{kept[0]}' is a collection of tensors")
     parameters = [inner.param_groups[0]["params"][0] for inner in alone]
-    if any(not same_values(mine, [other]) for mine, other in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
+    if any(not same_values(mine, [value]) for mine, value in zip(together.param_groups[0]["params"], parameters)):  # noqa: B905
         raise refusal(kind, "its update of a parameter depends on other parameters")
 
 

@@ -82,11 +82,11 @@ class Rehearsal:
             moved.set_in(optimizer)
 
 
-def same_value_of_groups(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+def same_value_of_groups(groups: Sequence[dict[str, Any]], other_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether groups have the same options, of the same values."""
-    return len(groups) == len(others) and all(
+    return len(groups) == len(other_groups) and all(
         mine.keys() == theirs.keys() and all(same_value(value, theirs[name]) for name, value in mine.items())
-        for mine, theirs in zip(groups, others, strict=True)
+        for mine, theirs in zip(groups, other_groups, strict=True)
     )
 
 

@@ -310,10 +310,10 @@ class Streamed(Optimizer):
                 self._check_whole()  # again: by now, the closure or another thread may have stepped
                 if (begun := self._begun_in_backward) is None:
                     self.rehearsal.run(self)
-                in_place, others = self._divided()
-                step = begun or self._new_step(others)
-                batch = self._batch(step, others)
-                step.follows(self._step_ordinary(others))
+                in_place, groups = self._divided()
+                step = begun or self._new_step(groups)
+                batch = self._batch(step, groups)
+                step.follows(self._step_ordinary(groups))
                 self._ordinary_seconds = time.perf_counter() - started
                 self._step_stored(step, in_place, batch)
 

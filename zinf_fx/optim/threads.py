@@ -178,7 +178,7 @@ def _started(threads: int) -> ThreadPoolExecutor:
         _here.is_alone = True
         all_are_there.wait()
 
-    others = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, "zinf-update")
     try:
         for _ in range(threads):
@@ -189,7 +189,7 @@ def _started(threads: int) -> ThreadPoolExecutor:
         pool.shutdown()
         raise
     finally:
-        torch.set_num_threads(others)
+        torch.set_num_threads(num_threads)
     return pool
 
 

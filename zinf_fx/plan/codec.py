@@ -121,8 +121,8 @@ def _reader(kind: Any) -> _Reader:
         names, values = arguments
         return _object(dict.fromkeys(get_args(names), _reader(values)), (), dict, least=1)
     if origin in (Union, types.UnionType) and type(None) in arguments:
-        (other,) = (argument for argument in arguments if argument is not type(None))
-        read = _reader(other)
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        read = _reader(inner)
         return lambda value: None if value is None else read(value)
     raise TypeError(f"no field that is read is of type {kind}")
 

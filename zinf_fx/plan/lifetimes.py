@@ -162,8 +162,10 @@ class Lifetimes:
         unclaimed = self.unclaimed.get(live_range.tile)
         if live_range.kept or (unclaimed is not None and unclaimed["fetch"] < live_range.release):
             return False
-        others = self._begun_early.get(live_range.tile, ())
-        return not any(other.begin < live_range.release < other.release for other in others if other is not live_range)
+        begun_early = self._begun_early.get(live_range.tile, ())
+        return not any(
+            early.begin < live_range.release < early.release for early in begun_early if early is not live_range
+        )
 
     def reuses(self, tile: int) -> Iterator[Reuse]:
         """The pairs of consecutive live ranges of a tile. The last is followed by the first, in the next step."""

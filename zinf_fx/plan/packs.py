@@ -121,10 +121,10 @@ def gradient_offsets(pack: Tile, stage: int) -> list[int]:
 
 def pack_of(tiles: Sequence[Tile]) -> Tile:
     """The tile that the tiles of some parameters are together."""
-    first, others = tiles[0], len(tiles) - 1
+    first, further = tiles[0], len(tiles) - 1
     *starts, end = starts_of((tile.numel for tile in tiles), first.dtype)
     members = tuple(
         PackMember(tile.name, tile.shape, start, tile.shard) for tile, start in zip(tiles, starts, strict=True)
     )
-    name = f"{first.name} and {others} other{'s' if others > 1 else ''}"
+    name = f"{first.name} and {further} other{'s' if further > 1 else ''}"
     return replace(first, name=name, shape=(end,), shard=sum(tile.shard for tile in tiles), members=members)

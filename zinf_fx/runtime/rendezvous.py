@@ -247,8 +247,8 @@ class Rendezvous:
         mine = WaitPoint(sequence.name, number, what, sequence.is_rendezvous, self._waits.numbers())
         if not self._waits.publish(self._store, self._members[self._rank], mine):
             return ""
-        others = {rank: member for rank, member in enumerate(self._members) if rank != self._rank}
-        if theirs := self._waits.deadlock(self._store, mine, others):
+        peers = {rank: member for rank, member in enumerate(self._members) if rank != self._rank}
+        if theirs := self._waits.deadlock(self._store, mine, peers):
             point = theirs[1]
             return self._decide(_verdict_at(point.sequence, point.number), self._deadlock((self._rank, mine), theirs))
         if sequence.is_rendezvous and (elsewhere := self._watchdog.ask()):
@@ -337,7 +337,7 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: float) -> tu
     name, welcomed, came = secrets.token_hex(8) if rank == 0 else "", None, False
     for _ in polling(timeout):
         if rank == 0 and not _all_came(store, name, size):
-            hellos = _texts(store, [f"hello/{other}" for other in range(size)])
+            hellos = _texts(store, [f"hello/{peer}" for peer in range(size)])
             if hellos is not None and hellos != welcomed:
                 store.set("welcome", json.dumps([name, hellos]))
                 welcomed = hellos
@@ -351,7 +351,7 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: float) -> tu
             welcome = _texts(store, ["welcome"])
             assert welcome is not None
             return name, [Process(*json.loads(hello)[1]) for hello in json.loads(welcome[0])[1]]
-    absent = [other for other in range(size) if other != rank and not (name and store.check([f"{name}/came/{other}"]))]
+    absent = [peer for peer in range(size) if peer != rank and not (name and store.check([f"{name}/came/{peer}"]))]
     who = f"rank(s) {', '.join(map(str, absent))}" if name else "rank 0, or another one,"
     raise RanksError(
         f"rank {rank} of {size} began to work with the others of its process group, as offload() and checkpoints do, "

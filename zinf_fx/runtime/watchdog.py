@@ -216,7 +216,7 @@ class Watchdog:
         """`store`: of this group alone. `processes`: of its ranks, in order."""
         here = processes[rank].machine
         self._store, self._rank, self._size = store, rank, len(processes)
-        self._near = {other: process for other, process in enumerate(processes) if here and process.machine == here}
+        self._near = {peer: process for peer, process in enumerate(processes) if here and process.machine == here}
         self._near.pop(rank, None)
         self._ended: set[int] = set()
         self._ends_counted = 0

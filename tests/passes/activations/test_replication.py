@@ -54,9 +54,9 @@ def test_values(name: str) -> None:
     assert value.meta[EQUAL] == expected
 
 
-def replicas(built: Builder, *ordinary: str, other: frozenset[int] = frozenset()) -> Replicas:
+def replicas(built: Builder, *ordinary: str, differing: frozenset[int] = frozenset()) -> Replicas:
     names = frozenset(built.token(name).name for name in ordinary)
-    return Replicas("tp", frozenset({built.token("part").name}), names, other)
+    return Replicas("tp", frozenset({built.token("part").name}), names, differing)
 
 
 def test_another_constant_on_another_rank_is_another_value() -> None:
@@ -65,7 +65,7 @@ def test_another_constant_on_another_rank_is_another_value() -> None:
     shifted = built.call(aten.sub.Tensor, x, 48)
     built.returns(shifted)
     number = list(built.graph.nodes).index(shifted)
-    mark_equal(built.graph, built.context, replicas(built, other=frozenset({number})))
+    mark_equal(built.graph, built.context, replicas(built, differing=frozenset({number})))
     assert x.meta[EQUAL] and not shifted.meta[EQUAL]
 
 

@@ -100,8 +100,8 @@ def cheapest(
     which backward would do at once, but for `and_last`: where it does for one micro-batch at a time.
     """
     staying = _Staying(parts)
-    others = parts if and_last else parts[:-1]
-    prices = {n: part.seconds / part.nbytes for n, part in enumerate(others) if part.nbytes}
+    recomputable = parts if and_last else parts[:-1]
+    prices = {n: part.seconds / part.nbytes for n, part in enumerate(recomputable) if part.nbytes}
     by_price = sorted(prices, key=prices.__getitem__, reverse=True)
     transfer = 1 / rates.read + 1 / rates.write
     copying = 2 * 2 / rates.memory if rates.unified else 0.0  # out and in, each read and written

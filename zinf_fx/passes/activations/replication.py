@@ -39,13 +39,13 @@ class Replicas:
         group: theirs, as collectives of the graph name it.
         divided: names of the placeholders whose values differ: parameters of which each rank has a part.
         ordinary: names of the placeholders of parameters that are no DTensors.
-        other: numbers of the nodes that are not the same in all ranks' graphs.
+        differing: numbers of the nodes that are not the same in all ranks' graphs.
     """
 
     group: object
     divided: frozenset[str]
     ordinary: frozenset[str]
-    other: frozenset[int]
+    differing: frozenset[int]
 
 
 def mark_equal(graph: fx.Graph, context: GraphContext, replicas: Replicas) -> None:
@@ -78,7 +78,7 @@ def _equal(graph: fx.Graph, apart: Collection[str], replicas: Replicas) -> set[f
         elif is_collective(node):
             if node.target in _EQUAL_RESULTS and group_of(node) == replicas.group:
                 equal.add(node)
-        elif number not in replicas.other and equal.issuperset(node.all_input_nodes) and _is_deterministic(node):
+        elif number not in replicas.differing and equal.issuperset(node.all_input_nodes) and _is_deterministic(node):
             equal.add(node)
     return equal
 

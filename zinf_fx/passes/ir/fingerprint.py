@@ -49,7 +49,9 @@ def check_same(plan: Fingerprint, captured: Fingerprint) -> None:
         if theirs != ours:
             letters = enumerate(zip(theirs, ours, strict=False))
             alike = min(len(theirs), len(ours))
-            differing = next((number for number, (letter, other) in letters if letter != other), alike)
+            differing = next(
+                (place for place, (their_letter, our_letter) in letters if their_letter != our_letter), alike
+            )
             hint = _ON_SIZES if _SYMBOLIC.search(ours) and not _SYMBOLIC.search(theirs) else ""
             theirs, ours = (_around(differing, text) for text in (theirs, ours))
             raise PlanError(f"node {number} of the captured graph is: {ours}; that of the plan: {theirs}{hint}")

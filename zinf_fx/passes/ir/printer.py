@@ -54,7 +54,7 @@ def print_around(graph: fx.Graph, context: GraphContext, node: fx.Node) -> str:
     """The line of `node`, marked, and two before and after it."""
     at = list(graph.nodes).index(node)
     lines = list(_lines(graph, context))[max(at - 2, 0) : at + 3]
-    return "\n".join(f"{'->' if other is node else '  '}{text}" for other, text in lines)
+    return "\n".join(f"{'->' if shown is node else '  '}{text}" for shown, text in lines)
 
 
 def type_text(value: object) -> str:

@@ -271,7 +271,7 @@ def _is_result(node: fx.Node, inside: set[fx.Node]) -> bool:
 def _is_taken(user: fx.Node, inside: set[fx.Node]) -> bool:
     if user in inside:
         return False
-    return not _is_view(user) or any(_is_taken(other, inside) for other in user.users)
+    return not _is_view(user) or any(_is_taken(view_user, inside) for view_user in user.users)
 
 
 def _is_view(node: fx.Node) -> bool:

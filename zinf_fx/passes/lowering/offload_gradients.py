@@ -54,8 +54,8 @@ def _is_left_alone(gradient: fx.Node) -> bool:
     if not isinstance(maker.target, torch._ops.OpOverload) or maker.target.namespace != "aten":
         return False
     aliases = set(aliases_of(memory))
-    others = [user for alias in aliases for user in alias.users if user not in aliases]
-    if maker.target._schema.is_mutable or [user.target for user in others] != [ops.reduce_scatter]:
+    users = [user for alias in aliases for user in alias.users if user not in aliases]
+    if maker.target._schema.is_mutable or [user.target for user in users] != [ops.reduce_scatter]:
         return False
     made, value = memory.meta["val"], gradient.meta["val"]
     return value.is_contiguous() and made.numel() == value.numel()

@@ -107,7 +107,7 @@ class _DividedParameter:
             for term in terms_of(gradient):
                 check_term(term)
         for use in uses:
-            beside = untransposed(use.other)
+            beside = untransposed(use.other_operand)
             ends = tile_use(use, self._ranges, self._gather)
             self._ends.setdefault(beside, []).append(ends)
         for gather in self._gathers:

@@ -165,14 +165,14 @@ def _match(softmax: fx.Node) -> _Loss | None:
     users = list(_users(softmax))
     nll = [user for user in users if user.target is aten.nll_loss_forward.default]
     backward = [user for user in users if user.target is aten._log_softmax_backward_data.default]
-    others = set(users) - set(nll) - set(backward)
+    further_users = set(users) - set(nll) - set(backward)
     if len(nll) != 1 or len(backward) > 1 or nll[0].args[2] is not None or operand(nll[0], 1).meta["val"].dim() != 1:
         return None
     if not backward:
-        return _Loss(parts, ranges, softmax, nll[0], None, {}) if not others else None
+        return _Loss(parts, ranges, softmax, nll[0], None, {}) if not further_users else None
     (gradient,) = backward
     nll_backward = operand(gradient)
-    if nll_backward.target is not aten.nll_loss_backward.default or others - {nll_backward}:
+    if nll_backward.target is not aten.nll_loss_backward.default or further_users - {nll_backward}:
         return None
     slices = _slices(gradient, ranges, sizes)
     if len(nll_backward.users) > 1 or slices is None:

@@ -36,8 +36,8 @@ class Rows:
     end: int
     last: bool
 
-    def indices(self, like: fx.Node, indices: fx.Node, other: int) -> tuple[fx.Node, fx.Node]:
-        """Of row numbers, which ones fall into the range, and their places in it; `other`: the place of all else.
+    def indices(self, like: fx.Node, indices: fx.Node, outside: int) -> tuple[fx.Node, fx.Node]:
+        """Of row numbers, which ones fall into the range, and their places in it; `outside`: the place of all else.
 
         The first range is open below, and the last above, so that an index that doesn't exist has no place.
         """
@@ -50,7 +50,7 @@ class Rows:
         inside = [compute(test, indices, bound) for test, bound in tests]
         both = compute(aten.logical_and.default, *inside) if len(inside) == 2 else inside[0]
         shifted = compute(aten.sub.Tensor, indices, self.start) if self.start else indices
-        return both, compute(aten.where.ScalarOther, both, shifted, other)
+        return both, compute(aten.where.ScalarOther, both, shifted, outside)
 
     def of(self, like: fx.Node, value: fx.Node, dim: int) -> fx.Node:
         """The range of a value whose dimension `dim` goes along with the rows."""
@@ -80,7 +80,7 @@ class Use:
         return operand(self.node, first), operand(self.node, first + 1)
 
     @property
-    def other(self) -> fx.Node:
+    def other_operand(self) -> fx.Node:
         """The operand that is not of the parameter."""
         left, right = self.operands
         return right if self.operand is left else left
@@ -154,7 +154,7 @@ def _operand(use: Use, gathered: fx.Node) -> fx.Node:
 
 def _embedding(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     """Look every index up in the range that it falls into; one that doesn't exist is refused as ever."""
-    like, indices = use.node, use.other
+    like, indices = use.node, use.other_operand
     result, ends = None, []
     for rows in ranges:
         inside, local = rows.indices(like, indices, 0)
@@ -170,7 +170,7 @@ def _embedding(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
 
 
 def _product(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
-    like, other = use.node, use.other
+    like, factor = use.node, use.other_operand
     on_the_left = use.operand is use.operands[0]
     count = use.operand.meta["val"].dim()
     batched, summed = use.dim < count - 2, use.dim == (count - 1 if on_the_left else count - 2)
@@ -180,7 +180,7 @@ def _product(use: Use, ranges: list[Rows], gather: GatherRange) -> Divided:
     dtype = like.meta["val"].dtype
     for number, rows in enumerate(ranges):
         gathered = _operand(use, gather(rows, like))
-        beside = rows.of(like, other, along) if batched or summed else other
+        beside = rows.of(like, factor, along) if batched or summed else factor
         operands = (gathered, beside) if on_the_left else (beside, gathered)
         target = like.target
         if target is aten.addmm.default:

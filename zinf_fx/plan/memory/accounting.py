@@ -154,7 +154,7 @@ def prefetched_gradient_buffers(plan: Plan, schedule: GraphSchedule) -> list[int
     after: list[int | None] = []
     for number in range(len(rooms)):
         earlier = range(max(number - PREFETCHED_GRADIENTS, 0), number)
-        those = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
-        fits = (at for at in earlier if max(2 * those[at], rooms[at] + those[at]) <= plan.gradient_buffer)
+        between = {before: sum(rooms[before + 1 : number + 1]) for before in earlier}
+        fits = (at for at in earlier if max(2 * between[at], rooms[at] + between[at]) <= plan.gradient_buffer)
         after.append(next(fits, None))
     return after

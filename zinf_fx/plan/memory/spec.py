@@ -62,13 +62,13 @@ def _check(memory: str, places: Iterable[_Place], nbytes: int) -> None:
             changes += [(span.start, True, place), (span.stop, False, place)]
     there: list[_Place] = []  # by offset
     for _, comes, place in sorted(changes, key=lambda change: (change[0], change[1])):
-        index = bisect_left(there, place.offset, key=lambda other: other.offset)
+        index = bisect_left(there, place.offset, key=lambda placed: placed.offset)
         if not comes:
             del there[index]
             continue
-        for other in there[max(index - 1, 0) : index + 1]:
-            if other.offset < place.end and place.offset < other.end:
-                _fail("no two buffers that are needed at a time share bytes", f"these do: {other}, and {place}")
+        for neighbour in there[max(index - 1, 0) : index + 1]:
+            if neighbour.offset < place.end and place.offset < neighbour.end:
+                _fail("no two buffers that are needed at a time share bytes", f"these do: {neighbour}, and {place}")
         there.insert(index, place)
     if end < nbytes:
         _fail(

@@ -159,7 +159,7 @@ def decide(
     if parameters > PARAMETERS_AT_MOST:
         many = f"it has {parameters:,} parameter tensors, and a model of over {PARAMETERS_AT_MOST} is planned once"
         return decided(chosen.placement, f"{_ALONE}: {many}")
-    candidates += [considered(other) for other in islice(placements_near(chosen.placement, sizes, rooms), _OTHERS)]
+    candidates += [considered(near) for near in islice(placements_near(chosen.placement, sizes, rooms), _OTHERS)]
     try:
         simulated = [tried if tried.refused else _simulated(tried, plans_with, hardware) for tried in candidates]
     except ZinfError as error:

@@ -146,10 +146,10 @@ def fits(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:
 
 
 def _placement(tiers: Mapping[str, Tier]) -> Placement | PlacementRules:
-    others: dict[str, Any] = {state: tier for state, tier in tiers.items() if state != "frozen"}
+    states: dict[str, Any] = {state: tier for state, tier in tiers.items() if state != "frozen"}
     if tiers.get("frozen", tiers["parameters"]) == tiers["parameters"]:
-        return Placement(**others)
-    return PlacementRules(**others, frozen=tiers["frozen"])
+        return Placement(**states)
+    return PlacementRules(**states, frozen=tiers["frozen"])
 
 
 def _could_be_faster(tiers: Mapping[str, Tier], sizes: Sizes, rooms: Rooms) -> bool:

@@ -32,6 +32,6 @@ def _alike(tiles: list[Tile]) -> str:
     states = f"gradients on {first.gradient_tier}, optimizer on {first.state_tier}" if first.gradient_tier else "frozen"
     nbytes = sum(sum(tile.updated_elements(0)) * tile.dtype.itemsize for tile in tiles)
     parameters = len({parameter.name for tile in tiles for parameter in tile.members or (tile,)})
-    others = f" and {parameters - 1} more" if parameters > 1 else ""
+    more = f" and {parameters - 1} more" if parameters > 1 else ""
     what = f"{counted(parameters, 'parameter')} ({in_words(nbytes)}) on {first.tier}, {states}"
-    return f"{what}: {first_parameter(first)}{others}"
+    return f"{what}: {first_parameter(first)}{more}"

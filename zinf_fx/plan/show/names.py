@@ -51,18 +51,18 @@ def short_names(plan: Plan) -> dict[str, str]:
 
 
 class _Group(NamedTuple):
-    """Events of one sort that the tiles of a module have in common. `others`: parameters of a pack besides the first,
+    """Events of one sort that the tiles of a module have in common. `further`: parameters of a pack besides the first,
     whose module it is."""
 
     kind: EventKind
     ahead: bool
     kept: bool
     module: str
-    others: int
+    further: int
 
     def name(self, short: Mapping[str, str]) -> str:
         """What stands in a cell, with the short names of modules."""
-        return short[self.module] + (f"&{self.others}" if self.others else "")
+        return short[self.module] + (f"&{self.further}" if self.further else "")
 
 
 class GraphNames:

@@ -304,8 +304,8 @@ def _legend(plan: Plan, short: Mapping[str, str]) -> str:
     if path != name:
         lines.append(f"{name} stands for {path}.")
     if pack := next((tile for tile in plan.tiles if tile.members), None):
-        name, others = short[module_of(first_parameter(pack))], len(pack.members) - 1
-        lines.append(f"{name}&{others} is a pack: a parameter of {name} and {others} more.")
+        name, further = short[module_of(first_parameter(pack))], len(pack.members) - 1
+        lines.append(f"{name}&{further} is a pack: a parameter of {name} and {further} more.")
     lines.append("prologue: what starts before operator 0. fetched: bytes of which the read from NVMe starts here.")
     if any("keep" in _columns(plan, graph).values() for graph in plan.graphs):
         lines.append("keeps: what stays in memory for its next use, and is not moved again for it.")

@@ -150,8 +150,8 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
         for before in set(job.after):
             followers[before].append(index)
     compute, disk = Server(jobs), Server(jobs, depth, alone)
-    others: dict[Resource, Server] = {name: Server(jobs) for name in RESOURCES if name not in ("compute", "disk")}
-    servers: dict[Resource, Server] = {"compute": compute, "disk": disk, **others}
+    steady: dict[Resource, Server] = {name: Server(jobs) for name in RESOURCES if name not in ("compute", "disk")}
+    servers: dict[Resource, Server] = {"compute": compute, "disk": disk, **steady}
     starts: list[tuple[float, int | None] | None] = [None] * len(jobs)
     ends: list[float | None] = [None] * len(jobs)
     released: list[int | None] = [None] * len(jobs)
@@ -165,7 +165,7 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
         for server in changed:
             for index, before in server.start(now):
                 starts[index] = now, released[index] if before is None else before
-        for server in others.values():
+        for server in steady.values():
             server.go_on(now)
         disk.go_on(now, beside if compute.busy else 1.0)  # each slows the other
         compute.go_on(now, 1.0 - disk.load)

@@ -172,9 +172,9 @@ class CopyOnWrite:
     def _heir_of(self, replaced: Sequence[object]) -> Extent | None:
         """An extent all of which is kept for those who are replaced, and nothing by anybody else."""
         theirs = [part for keeper in replaced for part in self._kept.get(keeper, ())]
-        others = [part for keeper, parts in self._kept.items() if keeper not in replaced for part in parts]
+        still_kept = [part for keeper, parts in self._kept.items() if keeper not in replaced for part in parts]
         for extent in {id(part.extent): part.extent for part in theirs}.values():
-            is_free = not any(part.extent is extent for part in (*self._live, *others))
+            is_free = not any(part.extent is extent for part in (*self._live, *still_kept))
             if is_free and not _without([_whole(extent)], theirs):
                 return extent
         return None
@@ -190,10 +190,10 @@ class CopyOnWrite:
         owned = [*self._live, *self._all_kept()]
         return owned + self._ahead_of(owned)
 
-    def _ahead_of(self, others: Sequence[ExtentPart]) -> list[ExtentPart]:
-        """What is ahead, or is to be, and none of these."""
+    def _ahead_of(self, owned: Sequence[ExtentPart]) -> list[ExtentPart]:
+        """Return the parts that are ahead, or are to be, without those that are `owned`."""
         ahead = [_whole(extent) for extent in (self._ahead, self._heir) if extent is not None]
-        return _without(ahead, others)
+        return _without(ahead, owned)
 
     def _drop_ahead(self) -> None:
         """Nothing more will be written ahead."""
@@ -246,22 +246,22 @@ def _runs(parts: Iterable[ExtentPart], offset: int, nbytes: int) -> Iterator[tup
             yield run, part.extent.sums
 
 
-def _overlapping(some: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> bool:
+def _overlapping(first: Iterable[ExtentPart], second: Sequence[ExtentPart]) -> bool:
     return any(
-        part.extent is other.extent and part.start < other.stop and other.start < part.stop
-        for part in some
-        for other in others
+        part.extent is counterpart.extent and part.start < counterpart.stop and counterpart.start < part.stop
+        for part in first
+        for counterpart in second
     )
 
 
-def _without(parts: Iterable[ExtentPart], others: Sequence[ExtentPart]) -> list[ExtentPart]:
-    """What of these is in none of the others, each extent by itself."""
+def _without(parts: Iterable[ExtentPart], removed: Sequence[ExtentPart]) -> list[ExtentPart]:
+    """Return what of the parts is in none of `removed`, each extent by itself."""
     remaining = []
     for part in parts:
         left = FreeList([(part.start, part.stop)])
-        for other in others:
-            if other.extent is part.extent:
-                left.discard(other.start, other.stop)
+        for gone in removed:
+            if gone.extent is part.extent:
+                left.discard(gone.start, gone.stop)
         remaining += [ExtentPart(start, stop, part.extent) for start, stop in left]
     return remaining
 

@@ -23,7 +23,7 @@ class Generation:
         released before that. Raises: StoreError where there is no room; nothing is kept then."""
         try:
             for space, reserve in spaces.items():
-                space.freeze(self.key, [other.key for other in replaced], reserve=reserve)
+                space.freeze(self.key, [generation.key for generation in replaced], reserve=reserve)
                 self._frozen.append(space)
         except BaseException:
             self.release()

@@ -69,10 +69,10 @@ class Links:
 
 def give_back_all_but(fd: int, content: Iterable[range]) -> None:
     """Give back what an open data file has besides some bytes and its first page: see `give_back`."""
-    others = FreeList([(PAGE, os.fstat(fd).st_size)])
+    unused = FreeList([(PAGE, os.fstat(fd).st_size)])
     for part in content:
-        others.discard(part.start, part.stop)
-    give_back(fd, (range(start, end) for start, end in others))
+        unused.discard(part.start, part.stop)
+    give_back(fd, (range(start, end) for start, end in unused))
 
 
 def give_back(fd: int, extents: Iterable[range]) -> None:

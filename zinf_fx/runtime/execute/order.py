@@ -58,8 +58,8 @@ class CollectiveOrder:
 
     @property
     def _name(self) -> str:
-        first, *others = [self._schedule.tiles[tile].label for tile in self._tiles]
-        and_more = f" and {len(others)} more" if others else ""
+        first, *further = [self._schedule.tiles[tile].label for tile in self._tiles]
+        and_more = f" and {len(further)} more" if further else ""
         return f"the {self._schedule.kind} graph with {first}{and_more}"
 
     @cached_property
@@ -169,12 +169,12 @@ def _number(*values: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big") >> 2
 
 
-def _around_difference(text: str, others: Sequence[str]) -> str:
-    """A text, or of a long one what is around the first place where it differs from others."""
+def _around_difference(text: str, texts: Sequence[str]) -> str:
+    """Return the text, or of a long one what is around the first place where `texts` differ."""
     if len(text) <= _SHOWN:
         return text
-    columns = enumerate(zip(*others, strict=False))
-    differing = next((place for place, letters in columns if len(set(letters)) > 1), min(map(len, others)))
+    columns = enumerate(zip(*texts, strict=False))
+    differing = next((place for place, letters in columns if len(set(letters)) > 1), min(map(len, texts)))
     start = max(min(differing, len(text)) - _SHOWN // 2, 0)
     end = start + _SHOWN
     return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")

@@ -60,15 +60,15 @@ def quantised_mm(
     room = _allocated(at_a_time * summed, dtype)
     for start in range(0, results, at_a_time):
         part = range(start, min(start + at_a_time, results))
-        these = slice(part.start, part.stop)
+        of_part = slice(part.start, part.stop)
         if transposed:
             values = room[: len(part) * columns].view(len(part), columns)
-            dequantise_part(packed[these], columns, range(columns), name, values)
+            dequantise_part(packed[of_part], columns, range(columns), name, values)
             values = values.t()
         else:
             values = room[: rows * len(part)].view(rows, len(part))
             dequantise_part(packed, columns, part, name, values)
-        product[:, these] = _product(left, values, None if bias is None else bias[..., these])
+        product[:, of_part] = _product(left, values, None if bias is None else bias[..., of_part])
     return product
 
 

@@ -237,10 +237,10 @@ class Allocation:
         with self._order:
             forget_what_is_done(self.reads)
             background = self.tiers.background
-            others = [range(first, first + memory.numel())]
+            remaining = [range(first, first + memory.numel())]
             if background is not None and not background.asks:
-                others = self._copy_leaving(first, memory)
-            parts = ((elements, memory[elements.start - first : elements.stop - first]) for elements in others)
+                remaining = self._copy_leaving(first, memory)
+            parts = ((elements, memory[elements.start - first : elements.stop - first]) for elements in remaining)
             return joined(all_started(self._read_from_store(elements, part, owner) for elements, part in parts))
 
     def _read_from_store(self, elements: range, memory: torch.Tensor, owner: object) -> Ticket:
@@ -252,11 +252,11 @@ class Allocation:
         return ticket
 
     def _copy_leaving(self, first: int, memory: torch.Tensor) -> list[range]:
-        """Copy what is on its way to the store of the elements from `first` on into `memory`. Returns the others, in
+        """Copy what is on its way to the store of the elements from `first` on into `memory`. Returns the rest, in
         whole blocks."""
         per_block = PAGE // self.dtype.itemsize
         end = first + memory.numel()
-        others, start = [], first
+        remaining, start = [], first
         with self.tiers.writes.lock:  # who has it gives buffers back
             leaving = [
                 (elements, source)
@@ -269,11 +269,11 @@ class Allocation:
                     continue
                 memory[begin - first : stop - first].copy_(source[begin - elements.start : stop - elements.start])
                 if start < begin:
-                    others.append(range(start, begin))
+                    remaining.append(range(start, begin))
                 start = -(-stop // per_block) * per_block  # of its last block, a write has no more to lose
         if start < end:
-            others.append(range(start, end))
-        return others
+            remaining.append(range(start, end))
+        return remaining
 
     def write(self, first: int, memory: torch.Tensor, buffer: Buffer, after: Ticket | None) -> None:
         """Start writing elements to the store from their memory, `buffer`, once `after` is done; takes over that.
@@ -360,8 +360,8 @@ class _HostBuffer:
         return buffer is not None
 
 
-def _contains(elements: range, other: range) -> bool:
-    return elements.start <= other.start and other.stop <= elements.stop
+def _contains(elements: range, part: range) -> bool:
+    return elements.start <= part.start and part.stop <= elements.stop
 
 
 def _await(tickets: Iterable[Ticket]) -> None:

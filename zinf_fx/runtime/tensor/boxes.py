@@ -100,7 +100,7 @@ def copy_common(
         return
     sources = list(source_box.boxes_of(source_elements))
     for part in box.boxes_of(elements):
-        for other in sources:
-            if (common := part.within(other)) is not None:
+        for source_part in sources:
+            if (common := part.within(source_part)) is not None:
                 theirs = view_of(source, source_box, source_elements.start, common)
                 view_of(target, box, elements.start, common).copy_(theirs)

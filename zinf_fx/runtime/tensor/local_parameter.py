@@ -95,12 +95,12 @@ def distributed_as(whole: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def placed_as(whole: DTensor, other: DTensor) -> torch.Tensor:
-    """Return the local part of the DTensor `other` in the placements of `whole`: sums are reduced. All ranks call
+def placed_as(whole: DTensor, value: DTensor) -> torch.Tensor:
+    """Return the local part of the DTensor `value` in the placements of `whole`: sums are reduced. All ranks call
     this."""
-    if other.placements != whole.placements:
-        other = other.redistribute(whole.device_mesh, whole.placements)
-    local = local_part(other)
+    if value.placements != whole.placements:
+        value = value.redistribute(whole.device_mesh, whole.placements)
+    local = local_part(value)
     wait = getattr(local, "wait", None)  # of a collective that goes on
     return local if wait is None else wait()
 

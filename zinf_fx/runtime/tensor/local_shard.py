@@ -94,9 +94,9 @@ class LocalShard:
         for collective in collectives:
             collective.wait()
 
-    def take_state(self, other: LocalShard) -> None:
-        """Take over what is known of `other`, of the same tensor under another dtype, shape or device."""
-        self.agreed, self.part_of, self.wrapper = other.agreed, other.part_of, other.wrapper
+    def take_state(self, source: LocalShard) -> None:
+        """Take over what is known of `source`, of the same tensor under another dtype, shape or device."""
+        self.agreed, self.part_of, self.wrapper = source.agreed, source.part_of, source.wrapper
 
     def settle(self) -> None:
         """Wait until the shards of others that are on their way are there."""

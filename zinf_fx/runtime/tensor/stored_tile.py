@@ -109,7 +109,7 @@ class StoredTile:
     def _is_of(self, storages: Sequence[TensorStorage], planned: Tile) -> bool:
         if len(self._storages) != len(storages) or self._shapes != _shapes_in(planned):
             return False
-        return all(mine() is other for mine, other in zip(self._storages, storages, strict=True))
+        return all(mine() is storage for mine, storage in zip(self._storages, storages, strict=True))
 
     @property
     def version(self) -> int:

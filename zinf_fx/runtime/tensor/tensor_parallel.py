@@ -128,10 +128,10 @@ def _others(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         return _alone(dist.group.WORLD)
     root = mesh._get_root_mesh()
-    others = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
-    if root.ndim != mesh.ndim + 1 or len(others) != 1 or others[0] not in _DATA_PARALLEL:
+    outer_dims = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+    if root.ndim != mesh.ndim + 1 or len(outer_dims) != 1 or outer_dims[0] not in _DATA_PARALLEL:
         raise ConfigError(f"parameters are DTensors of {mesh}, a part of {root}, which doesn't tell {_WHICH}: {_GIVE}")
-    return root.get_group(others[0])
+    return root.get_group(outer_dims[0])
 
 
 @functools.lru_cache(maxsize=1)
