@@ -1,4 +1,4 @@
-"""This machine as a hardware description: what its devices, memories and disk do, measured in some seconds."""
+"""Measure this machine as a hardware description: what its devices, memories and disks do, in some seconds."""
 
 from __future__ import annotations
 
@@ -37,26 +37,25 @@ _COPIED = 256 << 20
 _SMALL = PAGE
 _LAUNCHES = 1000
 _DISK_BYTES = 512 << 20
-# What computes beside the disk: some tokens, by the weights of some layers of this width.
+# Matrix products compute beside the disk: of some tokens by the weights of some layers of this width.
 _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 4
 _STARTS, _BURSTS = 50, 8
-_UPDATED = 1 << 25  # parameters: with their states, some times what caches hold
+_UPDATED = 1 << 25  # how many parameters are updated: with their states, some times what caches hold
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # A measurement is repeated for so long, and at least so often; the mean counts.
 _SECONDS, _TIMES = 0.3, 3
 
 
 def measure_machine(*stores: Path | str) -> Hardware:
-    """A description of this machine: one node with its CUDA devices, or with its CPU as the one device.
+    """Return a description of this machine: one node with its CUDA devices, or with its CPU as the one device.
 
     The peak is that of large matrix products, which training doesn't quite reach. A disk's endurance isn't known, and
     neither is a link to other machines: the link in the node stands for it. On a CPU, device and host are one memory,
     of which each is given half.
 
     Args:
-        stores: directories on the disks to measure, whose rates add up. Those of a disk are from the profile that
-            `zinf-fx bench-io` stored, if there is one. How computing and a disk slow each other is measured with the
-            first.
+        stores: directories on the disks to measure, whose rates add up. A disk's rates are from the profile that
+            `zinf-fx bench-io` stored, if there is one. The first disk tells how compute and a disk slow each other.
 
     Raises: StoreError.
     """
@@ -87,12 +86,14 @@ def measure_machine(*stores: Path | str) -> Hardware:
 
 
 def ranks_per_node(device: torch.device) -> int:
-    """How many ranks share this machine's memory and disks: as torchrun says, or else one per device like this one."""
+    """Return how many ranks share this machine's memory and disks: as torchrun says, or else one per device like this
+    one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (len(cuda.devices()) if device.type == "cuda" else 1)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP per second of a square matrix product. On a CPU, a small one: some dtypes are a thousand times slower."""
+    """Measure the FLOP per second of a square matrix product. On a CPU it is small: some dtypes are a thousand times
+    slower."""
     n = 8192 if device.type == "cuda" else 512
     left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
@@ -100,7 +101,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds that the program takes to give a device one kernel. Those here compute next to nothing: the device is
+    """Measure the seconds that the program takes to launch a kernel. The kernels compute next to nothing: the device is
     done with one before the next comes."""
     value = torch.zeros(1, device=device)
 
@@ -118,7 +119,7 @@ def update_rates(threads: int) -> dict[UpdateForm, float]:
 
 
 def update_rate(form: UpdateForm, threads: int) -> float:
-    """Measure the parameters per second of one form."""
+    """Measure how many parameters per second are updated whose states have one form."""
     operands = adam_operands(_UPDATED, torch.bfloat16, form)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], fused=True)
     inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
@@ -131,8 +132,8 @@ def adam_operands(count: int, dtype: torch.dtype, form: UpdateForm) -> Operands:
     """Make so many elements of a parameter in host memory, with a gradient, and what AdamW has of it after a step.
 
     Args:
-        dtype: of the parameter and the gradient.
-        form: of the moments and of the master, if the parameter has one.
+        dtype: the dtype of the parameter and the gradient.
+        form: the form of the moments and of the master, if the parameter has one.
     """
     zeros = partial(torch.zeros, device="cpu")
     moments = form.removeprefix("split, ")
@@ -156,14 +157,14 @@ def _memory(device: torch.device, capacity: int) -> Memory:
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes per second of a device's memory. A copy within it reads and writes each byte: the sum is what reads or
-    writes alone get of it."""
+    """Measure the bytes per second of a device's memory. A copy within it reads and writes each byte: the sum is what
+    reads or writes alone reach."""
     source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * _COPIED / _mean(lambda: target.copy_(source), device)
 
 
 def link(source: torch.device, target: torch.device) -> Link:
-    """From one memory to another, of which one at least is a CUDA device's; host memory is pinned."""
+    """Measure the link from one memory to another, of which at least one is a CUDA device's. Host memory is pinned."""
     seconds = []
     for nbytes in (_COPIED, _SMALL):
         origin, goal = (
@@ -176,7 +177,7 @@ def link(source: torch.device, target: torch.device) -> Link:
 
 
 def _in_memory(memory: Memory) -> Link:
-    """Within one memory, where what is uploaded stays where it is."""
+    """Measure the link within one memory, where what is uploaded stays where it is."""
     source, target = (torch.ones(_SMALL, dtype=torch.uint8, device="cpu") for _ in range(2))
     return Link(memory.read, _mean(lambda: target.copy_(source), CPU))
 
@@ -185,15 +186,15 @@ def _disks(stores: Sequence[Path | str], unified: bool) -> Disks:
     free = [file_system_of(store).free for store in one_per_device(stores)]
     read, write = disk_rates(stores, min(_DISK_BYTES, min(free) // 2))
     disks = Disks(sum(free), read, write, None)
-    if min(free) < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, is described without
+    if min(free) < 2 * QUICK_BYTES:  # a full disk, whose rates are stored, has no room for these measurements
         return disks
     of_blocks = beside_computing(stores[0]) if unified else {"alone": share_alone(stores[0])}
     return replace(disks, depth=DEPTH, block=BLOCK, **of_blocks)
 
 
 def disk_rates(stores: Iterable[Path | str], nbytes: int) -> tuple[float, float]:
-    """Bytes per second that are read and written by all devices that these directories are on, together: those that
-    `zinf-fx bench-io` stored for a device, or of `nbytes` moved there now.
+    """Return the bytes per second that all devices with these directories read and write together: the rates that
+    `zinf-fx bench-io` stored for a device, or those of `nbytes` moved there now.
 
     Raises: StoreError.
     """
@@ -212,8 +213,8 @@ def _rates_of(store: Path, nbytes: int) -> tuple[float, float]:
 
 
 def beside_computing(store: Path | str) -> dict[str, float]:
-    """What computing on a CPU and the engine cost each other: `read_load`, `write_load`, `start`, `beside` and `alone`
-    of a description's disk. Measurements of each by itself and of both alternate.
+    """Measure what compute on a CPU and the engine cost each other: `read_load`, `write_load`, `start`, `beside` and
+    `alone` of a description's disk. Measurements of each by itself and of both alternate.
 
     Raises: StoreError.
     """
@@ -243,7 +244,7 @@ def beside_computing(store: Path | str) -> dict[str, float]:
 def _cost_each_other(
     compute: Callable[[], object], move: Callable[[], object], executor: Executor
 ) -> tuple[float, float]:
-    """The share of its speed that computing loses beside what moves bytes, and the share that this keeps beside it."""
+    """Measure the share of its speed that compute loses beside transfers, and the share that these keep beside it."""
     computing, computing_beside, moving, moving_beside = [], [], [], []
     for _ in range(_TIMES):
         computing.append(_mean(compute, CPU))
@@ -257,7 +258,8 @@ def _cost_each_other(
 
 
 def share_alone(store: Path | str) -> float:
-    """The share of the speed of many blocks that are read together, that one at a time has. Raises: StoreError."""
+    """Measure the speed of reading one block at a time, as a share of that of many blocks together. Raises:
+    StoreError."""
     with Trial(store, nbytes=QUICK_BYTES, checksum=True) as trial:
         return _share_alone(trial)
 
@@ -265,7 +267,7 @@ def share_alone(store: Path | str) -> float:
 def _share_alone(
     trial: Trial, before: Callable[[], object] | None = None, meanwhile: Callable[[], object] | None = None
 ) -> float:
-    """While the thread that starts them does something before, and meanwhile."""
+    """Measure `share_alone`, while the thread that starts the reads calls `before` and `meanwhile`."""
     alone, many = [], []
     for _ in range(_TIMES):
         alone.append(trial.block_seconds(1, _STARTS, before, meanwhile))
@@ -275,7 +277,7 @@ def _share_alone(
 
 @contextmanager
 def _again_and_again(work: Callable[[], object], executor: Executor) -> Iterator[None]:
-    """Work of another thread, until the block ends."""
+    """Repeat work in the executor's thread until the block ends."""
     stop = Event()
 
     def working() -> None:
@@ -291,7 +293,7 @@ def _again_and_again(work: Callable[[], object], executor: Executor) -> Iterator
 
 
 def _mean(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that something takes: what now and then interrupts it here does so in a training, too."""
+    """Return the mean seconds that work takes: what interrupts it here now and then does so in a training, too."""
     work()
     cuda.synchronize(device)
     started, times = time.perf_counter(), 0

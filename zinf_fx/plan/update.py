@@ -1,10 +1,10 @@
-"""The optimizer's step as events of a plan: in which order chunks are read, updated and written, where they lie, and
-what a step of Adam does to each of them on one rank.
+"""Plan the optimizer's step: in which order chunks are read, updated and written, where they lie, and what a step of
+Adam does to each of them on one rank.
 
 [Note: the optimizer's step]
 Chunks are in the order in which forward uses their parameters. As many of them as there is room for are in memory at a
 time: under update, being read, and being written. They take turns in equal parts of that room, so a chunk is read when
-the one that had its part is written. Where there is room for more than the least, backward reads what the first ones
+the one that had its part is written. Where there is room for more than the least, backward reads what the first chunks
 need besides gradients. The events say the order and the places, not the times: disks vary, and each event happens as
 soon as what it needs is there.
 """
@@ -24,12 +24,12 @@ from zinf_fx.sizes import blocks
 
 
 def trained_in(plan: Plan) -> list[Tile]:
-    """The parameters, each as one tile, that an optimizer's step follows the plan for."""
+    """Return the parameters that an optimizer's step follows the plan for, each as one tile."""
     return whole_parameters(tile for tile in plan.tiles if tile.gradient_tier is not None)
 
 
 def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
-    """Parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
+    """Return the parameters as one tile each: the optimizer doesn't divide them as the graphs do."""
     parameters: dict[str, Tile] = {}
     for tile in tiles:
         before = parameters.setdefault(tile.name, tile)
@@ -40,8 +40,13 @@ def whole_parameters(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 class BytesOfElement(NamedTuple):
-    """What the update of an element of a parameter takes: in buffers, of these what is written back, and in fp32
-    scratch."""
+    """The bytes that the update of an element of a parameter takes.
+
+    Attributes:
+        opened: bytes in buffers.
+        written: those of them that are written back.
+        scratch: bytes of fp32 scratch.
+    """
 
     opened: int
     written: int
@@ -68,12 +73,19 @@ def scratch_of(plan: Plan, elements: int) -> int:
 
 
 def scratch_bytes(of_element: BytesOfElement, elements: int) -> int:
-    """Bytes of fp32 scratch for chunks of so many elements, which lies before them."""
+    """Return the bytes of fp32 scratch for chunks of so many elements, which lies before them."""
     return of_element.scratch * min(elements, AT_ONCE)
 
 
 class _Parameter(NamedTuple):
-    """A parameter to be cut: its place in the order of updates, its tile and the index of that, its number there."""
+    """A parameter to be cut into chunks.
+
+    Attributes:
+        place: its place in the order of updates.
+        tile: the index of its tile.
+        member: its number in the tile.
+        on_device: whether it is updated on the device.
+    """
 
     place: int
     tile: int
@@ -89,11 +101,11 @@ def update_of(
     in_backward: bool = False,
     prefetch: bool = True,
 ) -> UpdateSchedule:
-    """The optimizer's step that follows a plan's graphs. See [Note: the optimizer's step].
+    """Return the optimizer's step that follows a plan's graphs. See [Note: the optimizer's step].
 
     Args:
-        elements: of a chunk; default as the plan's regions, or its options, say.
-        together: how many chunks are in memory at a time; default as the plan's regions say.
+        elements: how many elements a chunk has; by default, as the plan's regions or its options say.
+        together: how many chunks are in memory at a time; by default, as the plan's regions say.
         in_backward: the optimizer steps in backward, in the order in which gradients are whole.
         prefetch: the step goes on in the next forward pass, so that backward reads ahead.
     """
@@ -135,7 +147,7 @@ def update_of(
 def _events(
     plan: Plan, chunks: tuple[PlannedChunk, ...], offsets: list[int | None], together: int, prefetched: int
 ) -> Iterator[UpdateEvent]:
-    """`prefetched`: of how many chunks backward reads what it can."""
+    """Yield the events in their order. `prefetched`: for how many chunks backward reads what it can."""
     costs = [cost_of(plan, chunk) for chunk in chunks]
     early = [number < prefetched and cost.read > cost.gradients for number, cost in enumerate(costs)]
     for number in range(len(chunks)):
@@ -153,7 +165,7 @@ def _events(
 
 
 def _in_order_of_updates(plan: Plan, trained: Iterable[Tile], in_backward: bool) -> list[Tile]:
-    """What is trained, in the order of first uses, or `in_backward` of last gradients."""
+    """Return the trained tiles in the order of first uses or, `in_backward`, of last gradients."""
     events = (event for graph in plan.graphs for event in graph.events)
     if in_backward:
         offloaded = [plan.tiles[event.tile].name for event in events if event.kind == "offload"]
@@ -165,13 +177,13 @@ def _in_order_of_updates(plan: Plan, trained: Iterable[Tile], in_backward: bool)
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What a step of Adam does to a chunk on one rank.
+    """The cost of a chunk in a step of Adam on one rank.
 
     Attributes:
-        elements: that it updates.
+        elements: how many elements are updated.
         states: bytes of states that the arithmetic reads, and writes.
         read, written: bytes from NVMe, and to it. A parameter that is its own master, or a part of it, is read too.
-        gradients: of what is read, the bytes that backward makes; the others are there when the step before is over.
+        gradients: bytes of `read` that backward makes; the rest is there when the step before is over.
     """
 
     elements: int = 0
@@ -182,8 +194,8 @@ class ChunkCost:
 
 
 def cost_of(plan: Plan, chunk: PlannedChunk, in_place: bool = False) -> ChunkCost:
-    """The cost of a chunk. Slices begin at whole blocks of the store, so all chunks together have exactly what their
-    parameters have. `in_place`: gradients that can be are consumed where they were computed, and not read."""
+    """Return the cost of a chunk. Slices begin at whole blocks of the store, so all chunks together have exactly what
+    their parameters have. `in_place`: gradients that can be are consumed where they were computed, and not read."""
     total = ChunkCost()
     for part in chunk.slices:
         tile, count = plan.tiles[part.tile], part.count
@@ -204,7 +216,7 @@ def cost_of(plan: Plan, chunk: PlannedChunk, in_place: bool = False) -> ChunkCos
 
 
 def costs_of(plan: Plan, update: UpdateSchedule, in_place: bool = False) -> list[ChunkCost]:
-    """The cost of each chunk."""
+    """Return the cost of each chunk."""
     return [cost_of(plan, chunk, in_place) for chunk in update.chunks]
 
 
@@ -215,12 +227,12 @@ def can_be_consumed_in_place(tile: Tile) -> bool:
 
 
 def names_in(plan: Plan, chunk: PlannedChunk) -> tuple[str, ...]:
-    """The names of the tiles that a chunk's parameters are of."""
+    """Return the names of the tiles of a chunk's parameters."""
     return tuple(dict.fromkeys(plan.tiles[part.tile].name for part in chunk.slices))
 
 
 def prefetched_bytes(plan: Plan) -> int:
-    """Bytes of buffers that are taken in backward at most, for what it reads for the optimizer's step."""
+    """Return the most bytes of buffers that backward takes for what it reads for the optimizer's step."""
     early = [plan.update.chunks[event.chunk] for event in plan.update.events if event.prefetched]
     if not early:
         return 0

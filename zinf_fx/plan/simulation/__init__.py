@@ -1,1 +1,1 @@
-"""How long a plan takes on given hardware."""
+"""Simulate how long a plan takes on given hardware."""

@@ -1,4 +1,4 @@
-"""A plan as it would be for another batch."""
+"""Change the batch of a plan that is simulated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zinf_fx.plan.schedule import Operator, Tile
 
 
 def batch_of(plan: Plan) -> int:
-    """The first dimension that all tensors have which the model is called with. Its buffers, which are inputs of the
-    graph too, don't count. Raises: PlanError when they have none in common."""
+    """Return the batch of a plan: the first dimension of all tensors that the model is called with. Its buffers, which
+    are inputs of the graph too, don't count. Raises: PlanError where the tensors have none in common."""
     lines = plan.fingerprint.lines if plan.fingerprint is not None else ()
     shapes = [matched[1] for line in lines if (matched := re.match(r"input \d+: \w+\[(\d{1,18})\b", line))]
     if len(set(shapes)) != 1 or int(shapes[0]) < 1:
@@ -24,8 +24,8 @@ def batch_of(plan: Plan) -> int:
 
 
 def with_batch(plan: Plan, batch: int | Fraction) -> Plan:
-    """The plan as it would be for another batch, for a simulation: computing, and activations, grow with it; the
-    parameters' lifetimes and what is done when stay as they are. A fraction is a batch on average."""
+    """Return the plan as it would be for another batch, for a simulation: compute and activations grow with the batch,
+    and the schedule stays as it is. A fraction is a batch on average."""
     factor = Fraction(batch, batch_of(plan))
     graphs = tuple(
         replace(

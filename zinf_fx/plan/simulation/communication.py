@@ -1,10 +1,11 @@
-"""What a rank sends to others in a step: all-gathers of parameters, and reductions of gradients (ZeRO, section 7).
+"""Count the bytes that a rank sends in a step: it all-gathers parameters, and reduces gradients (ZeRO, section 7).
 
-As a ring sends it: of each all-gather and reduce-scatter, a shard to each of the other ranks; of an all-reduce, two.
-With Psi bytes of parameters, a step of data parallelism and of ZeRO's stages 1 and 2 is 2 Psi (N - 1) / N, and one of
-stage 3 is 3 Psi (N - 1) / N, less what stays gathered from forward to backward. In R groups of S ranks, these are the
-figures for S ranks, and an all-reduce of a shard over the groups adds 2 Psi / S (R - 1) / R.
-Activations that are divided over the ranks of tensor parallelism are all-gathered once (ZeRO, section 8).
+Collectives are rings: a rank sends a shard to each of the other ranks in an all-gather or a reduce-scatter, and two in
+an all-reduce. With Psi bytes of parameters, a step of data parallelism and of ZeRO's stages 1 and 2 sends
+2 Psi (N - 1) / N, and one of stage 3 sends 3 Psi (N - 1) / N, less what stays gathered from forward to backward. In R
+groups of S ranks, these are the figures for S ranks, and an all-reduce of a shard over the groups adds
+2 Psi / S (R - 1) / R. Activations that are divided over the ranks of tensor parallelism are all-gathered once (ZeRO,
+section 8).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zinf_fx.plan.schedule import GraphKind, Tile
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends while a graph runs: of parameters, gradients, and activations."""
+    """The bytes of parameters, gradients and activations that a rank sends while a graph runs."""
 
     graph: GraphKind
     parameters: int
@@ -26,12 +27,12 @@ class Sent:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return the bytes of all three."""
         return self.parameters + self.gradients + self.activations
 
 
 def communication(plan: Plan) -> list[Sent]:
-    """What each graph sends, in the steady state. What the optimizer updated is gathered by the next forward graph."""
+    """Return what each graph sends in the steady state. The next forward graph gathers what the optimizer updated."""
     refreshing = sum(map(refreshed, refreshed_tiles(plan)))
     sent = []
     for number, graph in enumerate(plan.graphs):
@@ -53,31 +54,32 @@ def communication(plan: Plan) -> list[Sent]:
 
 
 def refreshed_tiles(plan: Plan) -> list[Tile]:
-    """The tiles that a forward graph gathers because each rank updated its shard of them only: at ZeRO's stages 1 and
-    2, all that are trained."""
+    """Return the tiles that a forward graph gathers because each rank updated only its shard of them: at ZeRO's stages
+    1 and 2, all that are trained."""
     return [tile for tile in plan.tiles if tile.gradient_tier is not None] if plan.stage in (1, 2) else []
 
 
 def refreshed(tile: Tile) -> int:
-    """Bytes that a rank sends while the tile is refreshed."""
+    """Return the bytes that a rank sends while the tile is refreshed."""
     return (tile.ranks - 1) * tile.shard_nbytes
 
 
 def all_gathered(tile: Tile) -> int:
-    """Bytes that a rank sends in an all-gather of the tile: none where every rank has it."""
+    """Return the bytes that a rank sends in an all-gather of the tile: none where every rank has it."""
     return refreshed(tile) if tile.partitioned else 0
 
 
 def reduced_in_group(plan: Plan, tile: Tile) -> int:
-    """Bytes of the tile's gradient that a rank sends to those of its own group, each of which gets its shard."""
+    """Return the bytes of the tile's gradient that a rank sends to the ranks of its own group, each of which gets its
+    shard."""
     return (tile.ranks - 1) * _shard_reduced(plan, tile)
 
 
 def reduced_over_groups(plan: Plan, tile: Tile) -> int:
-    """Bytes of it that a rank sends to those of other groups with the same shard."""
+    """Return the bytes of the tile's gradient that a rank sends to the ranks of other groups with the same shard."""
     return 2 * (tile.replicas - 1) * -(-_shard_reduced(plan, tile) // tile.replicas)
 
 
 def _shard_reduced(plan: Plan, tile: Tile) -> int:
-    """Bytes of a rank's shard of the gradient while it is reduced."""
+    """Return the bytes of a rank's shard of the gradient, in the dtype of the reduction."""
     return tile.shard_nbytes // tile.dtype.itemsize * (plan.config.reduce_dtype or tile.dtype).itemsize

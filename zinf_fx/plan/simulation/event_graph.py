@@ -1,24 +1,25 @@
-"""A plan's event graph: what one rank computes and moves in a step, and what each must wait for.
+"""Build a plan's event graph: the jobs by which one rank computes and moves in a step, and what each must wait for.
 
-An operator computes when the one before it is done and its tiles are there. Its transfers are started when the program
-comes to it, so they run beside it; a reduce-scatter starts when the operator has computed the gradient. What is in
-memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at the same time.
+An operator computes when the operator before it is done and its tiles are there. The program starts an operator's
+transfers when it comes to the operator, so they run beside it; a reduce-scatter starts when the operator has computed
+the gradient. What is in memory already is not moved: it has no job, and nothing waits for it. All ranks do the same at
+the same time.
 
-Where the program computes on processors that the disk needs, too, it takes time to start the disk's transfers: what is
-computed next takes longer by it.
+Where the program computes on processors that the disk needs, too, starting the disk's transfers takes time, which the
+next compute job takes longer.
 
-The optimizer reads, updates and writes its states in chunks. A step in which it overlaps begins with it: it is that of
-the step before, and the forward pass waits for each parameter that it uses; where there is room, the backward pass
-reads what comes first of the next one. An optimizer that steps in backward begins with each chunk when its gradients
-are whole. It updates on the host where a device has memory of its own, beside what that computes, and else on what
-computes.
+The optimizer reads, updates and writes its states in chunks. Where its step overlaps, a step begins with the
+optimizer's step of the step before, and the forward pass waits for each parameter that it uses; where there is room,
+the backward pass reads the first chunks of the next one. An optimizer that steps in backward begins with each chunk
+when its gradients are whole. It updates on the host, beside compute, where a device has memory of its own, and else on
+the processors that compute.
 
-A loop that accumulates gradients runs the graphs once per micro-batch. From its second backward pass on, a gradient is
-added to what is there, which comes to where it was computed; the program waits for that.
+A loop that accumulates gradients runs the graphs once per micro-batch. From the second backward pass on, a gradient is
+added to what the passes before left, which is brought to where the gradient was computed; the program waits for that.
 
-The graph is a list of jobs, each with the indices of those before it that it waits for, so it is in topological order
-as it is made. As a networkx DiGraph, the 11 thousand jobs and 26 thousand edges of a trillion parameters' step take
-11 MB beside 4 MB of jobs; walking it takes 35 ms more, and the critical path 100 ms in place of 1.
+The graph is a list of jobs, each with the indices of the jobs before it that it waits for, so it is in topological
+order as it is made. As a networkx DiGraph, the 11 thousand jobs and 26 thousand edges of a trillion parameters' step
+take 11 MB beside 4 MB of jobs; walking it takes 35 ms more, and the critical path 100 ms in place of 1.
 Dependencies alone don't have that path: it also leads through what kept a resource busy.
 """
 
@@ -70,13 +71,17 @@ Compute = Mapping[tuple[GraphKind, int], float]
 
 @dataclass(frozen=True)
 class Job:
-    """So many seconds of one resource, when the jobs of these indices are done.
+    """A job takes seconds of one resource, once the jobs that it waits for are done.
 
-    `name` is what is done (an event's kind, "refresh", "write", a graph's kind, of a gradient that is added to "read"
-    and "add", or of the optimizer "read_states", "update", "write_states") and with what (a tile's label, the number of
-    an operator or of a chunk); `nbytes` are those that it moves; `load` is the share of its speed, 0 to below 1, that
-    computing loses while the job runs; `blocks` are those of the disk that it consists of; `parameters` are those of
-    the optimizer's chunk.
+    Attributes:
+        name: what is done (an event's kind, "refresh", "write", a graph's kind, of a gradient that is added to "read"
+            and "add", or of the optimizer "read_states", "update", "write_states") and with what (a tile's label, the
+            number of an operator or of a chunk).
+        after: the indices of the jobs that it waits for.
+        nbytes: bytes that it moves.
+        load: the share of its speed, 0 to below 1, that compute loses while the job runs.
+        blocks: how many blocks of the disk it consists of.
+        parameters: the names of the parameters of the optimizer's chunk.
     """
 
     name: str
@@ -90,12 +95,12 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What is done."""
+        """Return what is done: the first word of the name."""
         return self.name.partition(" ")[0]
 
     @property
     def subject(self) -> str:
-        """What it is done with."""
+        """Return what it is done with: the rest of the name."""
         return self.name.partition(" ")[2]
 
 
@@ -107,7 +112,7 @@ def event_graph(
     accumulate: int = 1,
     in_backward: bool = False,
 ) -> list[Job]:
-    """The jobs of a step in its steady state, in the order in which the program comes to them.
+    """Return the jobs of a step in its steady state, in the order in which the program comes to them.
 
     Args:
         compute: seconds of every operator.
@@ -116,8 +121,8 @@ def event_graph(
         in_backward: the optimizer updates each parameter when its gradient is whole, and the step ends with that,
             whatever `overlap` says.
 
-    Raises: PlanError: the plan is for another number of ranks, or has owners, or an operator has no seconds; or the
-    optimizer is to step in each of several backward passes.
+    Raises: PlanError where the plan is for another number of ranks or has owners, where an operator has no seconds, or
+    where the optimizer is to step in each of several backward passes.
     """
     if in_backward and accumulate > 1:
         raise PlanError(
@@ -146,11 +151,11 @@ def event_graph(
 
 @dataclass
 class _Adding:
-    """Gradients are added to what is there.
+    """The state of a backward pass that adds gradients to those of earlier passes.
 
     Attributes:
         after: `prefetched_gradient_buffers` of the graph.
-        programs: what the program had come to when each left for NVMe.
+        programs: the jobs that the program had come to when each gradient left for NVMe.
         written: by a tile's label, the jobs that wrote its gradient in this pass.
     """
 
@@ -164,10 +169,11 @@ class _Chunk:
     """A chunk of the optimizer's step, with its events in their order.
 
     Attributes:
-        names, ends: of its parameters' tiles; those of which it has the last elements.
+        names: the names of its parameters' tiles.
+        ends: the names of the tiles of which it has the last elements.
         forms: for each slice, its elements, what its update computes from and to, and the bytes of its states.
         updated: the chunk whose update comes before its read; None: there is none.
-        replaced: the one that was last in its place; None: there is none.
+        replaced: the chunk that was last in its place; None: there is none.
         prefetched: whether what it needs besides gradients is read in the backward pass before.
     """
 
@@ -183,7 +189,7 @@ class _Chunk:
 
 
 def _chunks(plan: Plan, step: UpdateSchedule, in_place: bool) -> list[_Chunk]:
-    """The chunks of a step, and what they wait for. `in_place`: gradients that can be are consumed in place."""
+    """Return the chunks of a step, and what they wait for. `in_place`: gradients that can be are consumed in place."""
     chunks = [
         _Chunk(chunk.on_device, cost_of(plan, chunk, in_place), names_in(plan, chunk), _forms(plan, chunk))
         for chunk in step.chunks
@@ -213,42 +219,43 @@ def _forms(plan: Plan, chunk: PlannedChunk) -> list[tuple[int, UpdateForm, int]]
 
 
 class _Builder:
-    """Jobs so far, and what those to come wait for."""
+    """Build the list of jobs, and keep the indices that later jobs wait for."""
 
     def __init__(self, plan: Plan, hardware: Hardware, compute: Compute, in_backward: bool, *, goes_on: bool) -> None:
-        """`goes_on`: the optimizer's step does, in the next forward pass."""
+        """`goes_on`: the optimizer's step goes on in the next forward pass."""
         self.jobs: list[Job] = []
         self._plan, self._hardware, self._compute = plan, hardware, compute
-        self._program: tuple[int, ...] = ()  # the operator before
+        self._program: tuple[int, ...] = ()  # the jobs that the program has come to last
         self._bringing: dict[LiveRange, tuple[int, ...]] = {}  # by live range, the job that brings its tile
         self._brought: dict[int, tuple[int, ...]] = {}  # by tile, the job that brought it last
-        self._gradient_jobs: dict[str, tuple[int, ...]] = {}  # by a tile's label, those that moved its gradient last
+        self._gradient_jobs: dict[str, tuple[int, ...]] = {}  # by a tile's label, the jobs that moved its gradient last
         self._offloaded: list[int] = []  # the jobs that moved activations last
-        self._adding: _Adding | None = None  # gradients to those of the passes before
-        self._started = 0  # transfers of the disk, since something was computed
+        self._adding: _Adding | None = None  # None where there are no gradients of passes before
+        self._started = 0  # how many transfers of the disk were started since the last compute job
         self._step = plan.update if goes_on else update_of(plan, in_backward=in_backward, prefetch=False)
         self._chunks = _chunks(plan, self._step, in_backward and hardware.unified)
-        self._begun = 0  # how many of them were, where the optimizer steps in backward
-        # The chunks of the next step of which backward reads, in order: of one at each operator at most.
+        self._begun = 0  # how many chunks were begun, where the optimizer steps in backward
+        # The chunks of the next step that backward reads from, in order: at most one at each operator.
         operators = sum(len(graph.operators) for graph in plan.graphs if graph.kind == "backward")
         self._early = [event.chunk for event in self._step.events if event.prefetched][:operators]
-        self._read_before = frozenset(self._early)  # the same of this step, which the backward pass before read
+        self._read_before = frozenset(self._early)  # the chunks of this step that the backward pass before read from
         # By the numbers of chunks, the jobs that read, updated and wrote them.
         self._reads: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, tuple[int, ...]] = {}
         self._writes: dict[int, tuple[int, ...]] = {}
-        # Where it steps in backward: by name, how many gradients of a parameter are to leave, and the jobs of others.
+        # Where the optimizer steps in backward: by a parameter's name, how many of its gradients are to be offloaded
+        # yet, and the jobs of those that are.
         self._in_backward = in_backward
         offloads = (plan.tiles[e.tile].name for graph in plan.graphs for e in graph.events if e.kind == "offload")
         self._awaited = Counter(offloads if in_backward else ())
         self._whole: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
-        # By name, the last jobs that update a parameter, and write it.
+        # By a parameter's name, the last jobs that update it, and that write it.
         self._updated: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._stale = {tile.label for tile in refreshed_tiles(plan)}  # updated by other ranks in part, and not here yet
 
     def add_graph(self, number: int, adds: bool = False) -> None:
-        """Every operator, and the transfers that start with it. `adds`: gradients are there already, and are added
-        to."""
+        """Add the operators of a graph, and the transfers that start with them. `adds`: there are gradients already,
+        which those of this graph are added to."""
         graph, lifetimes = self._plan.graphs[number], self._plan.lifetimes
         self._adding = _Adding(prefetched_gradient_buffers(self._plan, graph)) if adds else None
         if graph.kind == "backward":  # it begins when the activations that left are where they live
@@ -266,7 +273,7 @@ class _Builder:
                     if live_range is not None and not live_range.is_under_way(event.kind, number):
                         self._bring(event.kind, live_range, graph.tiles[event.tile])
                 elif event.kind == "offload" and not any(earlier.tile == event.tile for earlier in computed):
-                    self._offload(graph.tiles[event.tile])  # of a gradient that an operator before computed
+                    self._offload(graph.tiles[event.tile])  # an earlier operator computed the gradient
                 elif event.kind != "release":
                     computed.append(event)
             if operator != PROLOGUE:
@@ -285,7 +292,7 @@ class _Builder:
                     self._offloaded.append(job)
 
     def add_optimizer(self) -> None:
-        """The chunks of Adam's step that are left, when all gradients are there."""
+        """Add the remaining chunks of Adam's step, which begin when all gradients are there."""
         gradients = (*self._program, *(job for jobs in self._gradient_jobs.values() for job in jobs))
         for event in self._step.events:
             is_read = event.prefetched and event.chunk in self._read_before
@@ -293,7 +300,7 @@ class _Builder:
                 self._update(event, gradients)
 
     def _update(self, event: UpdateEvent, gradients: tuple[int, ...]) -> None:
-        """One event of the optimizer's step. `gradients`: the jobs that end before its chunk is read, or updated."""
+        """Add an event of the optimizer's step. `gradients`: the jobs that end before its chunk is read, or updated."""
         number, chunk, cost = event.chunk, self._chunks[event.chunk], self._chunks[event.chunk].cost
         names = chunk.names
         if event.kind == "read_states":
@@ -323,7 +330,8 @@ class _Builder:
             self._updated |= dict.fromkeys(chunk.ends, (updated, (job,)))
 
     def _update_what_is_whole(self, tile: Tile) -> None:
-        """Another gradient of a parameter is offloaded, of an optimizer that steps in backward."""
+        """Count a gradient that was offloaded, and update the chunks whose gradients are all there: the optimizer steps
+        in backward."""
         self._awaited[tile.name] -= 1
         self._whole[tile.name] += self._gradient_jobs.get(tile.label, self._program)
         for number in range(self._begun, len(self._chunks)):
@@ -336,13 +344,13 @@ class _Builder:
             self._begun = number + 1
 
     def _read_early(self) -> None:
-        """What the next step needs, besides gradients, of its first chunk of which nothing is read yet."""
+        """Read what the next step needs, besides gradients, of its first chunk that isn't read yet."""
         number = self._early.pop(0)
         nbytes = self._chunks[number].cost.read - self._chunks[number].cost.gradients
         self._add(f"read_states {number}", "disk", self._disk(nbytes, 0), self._program, nbytes)
 
     def _updated_by(self, chunk: _Chunk) -> tuple[Resource, float]:
-        """What updates a chunk, and for how long."""
+        """Return the resource that updates a chunk, and its seconds."""
         hardware = self._hardware
         if chunk.on_device and not hardware.unified:
             return "compute", hardware.device.seconds(chunk.cost.states, chunk.cost.states)
@@ -361,7 +369,7 @@ class _Builder:
         self._program = (self._add(f"{graph} {operator}", "compute", seconds, (*self._program, *waits)),)
 
     def _bring(self, kind: EventKind, live_range: LiveRange, tile: Tile) -> None:
-        """One stage of a tile's way to the device, after the stage before it."""
+        """Add one stage of a tile's way to the device, after the stage before it."""
         before = self._bringing.get(live_range, ())
         if kind == "fetch":
             before = self._brought.get(live_range.tile, ()) if live_range.found == "held" else self._final(tile)
@@ -375,13 +383,13 @@ class _Builder:
         self._bringing[live_range] = self._brought[live_range.tile] = before
 
     def _final(self, tile: Tile) -> tuple[int, ...]:
-        """The job that a tile's parameter can be read after; the program goes on when it is updated."""
+        """Return the jobs after which a tile's parameter can be read. The program goes on when it is updated."""
         updated, written = self._updated.get(tile.name, ((), ()))
         self._program = (*self._program, *updated)
         return written if tile.tier == "nvme" else ()
 
     def _transfer(self, kind: EventKind, tile: Tile) -> tuple[Resource, float, int]:
-        """What a stage of a tile's way takes, for how long, and the bytes that it moves."""
+        """Return the resource of a stage of a tile's way, its seconds, and the bytes that it moves."""
         if kind == "fetch":
             read = bytes_read(tile)
             return "disk", self._disk(read, 0), read
@@ -391,11 +399,11 @@ class _Builder:
         return "link", self._within(tile, all_gathered(tile)), tile.nbytes
 
     def _within(self, tile: Tile, nbytes: int) -> float:
-        """Seconds of a collective of the ranks that divide a tile among themselves."""
+        """Return the seconds of a collective of the ranks that divide a tile among themselves."""
         return self._hardware.link_within(tile.ranks).seconds(nbytes)
 
     def _reduce(self, tile: Tile) -> None:
-        """The gradient of the operator that computed last."""
+        """Reduce the tile's gradient, which the last operator computed."""
         self._gradient_jobs[tile.label] = self._program
         seconds = self._within(tile, reduced_in_group(self._plan, tile))
         seconds += self._hardware.link_across(tile.ranks).seconds(reduced_over_groups(self._plan, tile))
@@ -404,7 +412,7 @@ class _Builder:
             self._gradient_jobs[tile.label] = (job,)
 
     def _offload(self, tile: Tile) -> None:
-        """A gradient, to its tier; a device that computes in host memory copies it in any case."""
+        """Offload a gradient to its tier. A device that computes in host memory copies it in any case."""
         if tile.gradient_tier is None:
             return
         copied = gradient_copied(self._plan, tile)
@@ -422,7 +430,8 @@ class _Builder:
             self._update_what_is_whole(tile)
 
     def _add_to_gradient(self, tile: Tile, nbytes: int, stored: int) -> None:
-        """Bring what a gradient is added to, and read it once more than copying the gradient does."""
+        """Bring what earlier passes left of a gradient to where the new one was computed, and add the two: in host
+        memory, that reads once more than copying the gradient does."""
         hardware, after = self._hardware, (*self._program, *self._gradient_jobs.get(tile.label, ()))
         if tile.gradient_tier == "nvme":
             adding, read_after = self._adding, after
@@ -438,8 +447,8 @@ class _Builder:
         self._program = (self._add(f"add {tile.label}", "compute", memory.seconds(read, written), after, nbytes),)
 
     def _move_to_tier(self, tile: Tile, tier: Tier, nbytes: int, stored: int, after: tuple[int, ...]) -> int:
-        """Offload something to host memory, where the device copies it if it computes there, and on to the disk, where
-        it takes `stored` bytes."""
+        """Offload `nbytes` to host memory, where a device that computes there copies them, and on to the disk, where
+        they take `stored` bytes."""
         hardware = self._hardware
         if hardware.unified:
             job = self._add(f"offload {tile.label}", "compute", hardware.host.seconds(nbytes, nbytes), after, nbytes)
@@ -451,7 +460,7 @@ class _Builder:
         return job
 
     def _disk(self, read: int, written: int) -> float:
-        """Seconds of this rank's share of the node's drives."""
+        """Return the seconds that bytes take on this rank's share of the node's drives."""
         return self._hardware.nvme.seconds(read, written) * self._hardware.ranks_per_node
 
     def _add(
@@ -464,7 +473,7 @@ class _Builder:
         writes: bool = False,
         parameters: tuple[str, ...] = (),
     ) -> int:
-        """`writes`: a job of the disk does, and reads otherwise."""
+        """Append a job, and return its index. `writes`: a job of the disk writes, and doesn't read."""
         disks, load = self._hardware.nvme, 0.0
         blocks = disks.blocks(nbytes) if resource == "disk" else 1
         if resource == "disk" and self._hardware.unified:

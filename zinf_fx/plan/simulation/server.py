@@ -1,4 +1,4 @@
-"""What a resource of a simulation works at, and what waits for it."""
+"""Serve the jobs of one resource in a simulation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zinf_fx.plan.simulation.event_graph import Job
 
 
 class Server:
-    """Does the jobs of one resource, in the order in which they become ready.
+    """A server does the jobs of one resource, in the order in which they become ready.
 
-    It works at `depth` blocks at a time: those of the first jobs, which share its rate by the blocks that each has
-    under way. A job begins as soon as there is room for one of its blocks. With a depth of 1 that is one job at a time.
-    While n of `depth` > 1 blocks are under way, the rate is (n / depth) ** p of the full one, with p such that it is
-    `alone` for n = 1.
+    It works at `depth` blocks of the first jobs at a time, and jobs share its rate by the blocks that they have under
+    way. A job begins as soon as there is room for one of its blocks; with a depth of 1, one job runs at a time. While n
+    of `depth` > 1 blocks are under way, the rate is (n / depth) ** p of the full one, with p such that it is `alone`
+    for n = 1.
 
     Attributes:
-        next_end: seconds at which the next block ends, with which its job or the rate of all may change; infinite while
-            there is none.
+        next_end: the time in seconds at which the next block ends, which may end its job or change the rate of all
+            jobs; infinite while no block is under way.
     """
 
     def __init__(self, jobs: Sequence[Job], depth: int = 1, alone: float = 1.0) -> None:
@@ -40,15 +40,16 @@ class Server:
 
     @property
     def load(self) -> float:
-        """The share of its speed that computing loses by the jobs under way, which take it at the server's speed."""
+        """Return the share of its speed that compute loses to the jobs under way, at the server's speed."""
         return sum(self._jobs[index].load * progress.rate for index, progress in self._under_way.items()) / self._speed
 
     def put(self, index: int, now: float) -> None:
-        """A job that has become ready."""
+        """Queue a job that has become ready."""
         heapq.heappush(self._waiting, (now, index))
 
     def start(self, now: float) -> list[tuple[int, int | None]]:
-        """Begin what there is room for: indices, each with that of the job that made room for it, if it had to wait."""
+        """Begin the jobs that there is room for. Returns their indices, each with the index of the job that made room
+        for it; None: the job did not have to wait."""
         started: list[tuple[int, int | None]] = []
         room = self._depth - sum(progress.blocks for progress in self._under_way.values()) if self._waiting else 0
         while self._waiting and room > 0:
@@ -79,7 +80,7 @@ class Server:
         self.next_end = min((progress.end for progress in self._under_way.values()), default=math.inf)
 
     def end(self, now: float) -> list[int]:
-        """End the blocks that end now: the jobs that are done, by their indices."""
+        """End the blocks that end now. Returns the indices of the jobs that are done."""
         done = []
         for index, progress in [*self._under_way.items()]:
             if progress.end == now:
@@ -93,12 +94,14 @@ class Server:
 
 @dataclass
 class _Progress:
-    """A job that is under way.
+    """The progress of a job that is under way.
 
     Attributes:
-        blocks: those that are not done; `together` of them are under way.
-        seconds: of work that is left, at the full rate; `per_block`: of each block.
-        rate: how many of these seconds pass in one.
+        blocks: how many blocks are not done.
+        seconds: the work that is left, in seconds at the full rate.
+        per_block: the work of each block, in seconds at the full rate.
+        together: how many of the blocks are under way.
+        rate: how many seconds of work are done in a second.
         end: when the next block ends at that rate.
     """
 

@@ -1,12 +1,13 @@
-"""A discrete-event simulation of jobs on resources: how long they take, what is busy, and what the rest waits for.
+"""Simulate jobs on resources by discrete events: how long they take, what is busy, and what waits for what.
 
-Each resource but the disk does one job at a time, in the order in which jobs become ready; of those that become ready
-together, the one that the program comes to first. The disk works at as many blocks at a time as the engine has under
-way, so the jobs that they belong to share its rate. A job starts at the moment when another one ends, or a block of
-it: its cause, either the last that it had to wait for, or one that made room for it. Causes make the critical path.
+Each resource but the disk does one job at a time, in the order in which jobs become ready; jobs that become ready
+together run in the order in which the program comes to them. The disk works at as many blocks at a time as the engine
+has under way, and the jobs of these blocks share its rate. A job starts at the moment when its cause ends, or a block
+of its cause: the last job that it had to wait for, or one that made room for it. Causes make the critical path.
 
-Where the processors that compute also move the disk's bytes, computing is slower while the disk is busy, by the load of
-what it does, and the disk is slower while something is computed. It is slower, too, the fewer blocks are under way.
+Where the processors that compute also move the disk's bytes, compute is slower while the disk is busy, by the load of
+the disk's jobs, and the disk is slower while something is computed. The disk is also slower the fewer blocks are under
+way.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from zinf_fx.plan.simulation.server import Server
 
 @dataclass(frozen=True)
 class Timing:
-    """When a job runs, and the index of the job that it started with the end of, or of a block of; None: it started at
-    once."""
+    """The time from `start` to `end` in which a job runs, and the index of its cause: it started when that job, or a
+    block of that, ended. None: it started at once."""
 
     start: float
     end: float
@@ -36,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Stall:
-    """From when on and how long compute waited before one job, and for which jobs, each with its part of the time."""
+    """A time for which compute waits before the job `before`, and the jobs that it waits for, each with its seconds."""
 
     before: str
     start: float
@@ -46,8 +47,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Jobs, and when each of them runs, which takes longer than its own seconds beside a load or where it shares the
-    disk. `flops`: those that one device does, recomputation included."""
+    """The result of a simulation.
+
+    Attributes:
+        timings: when each job runs. That takes longer than the job's own seconds beside a load, or where the job shares
+            the disk.
+        flops: FLOP of one device, recomputation included.
+    """
 
     jobs: tuple[Job, ...]
     timings: tuple[Timing, ...]
@@ -55,17 +61,17 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Until the last job ends."""
+        """Return the time at which the last job ends."""
         return max((timing.end for timing in self.timings), default=0.0)
 
     @property
     def flops_per_second(self) -> float:
-        """The rate of one device."""
+        """Return the FLOP per second of one device."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def busy(self) -> dict[Resource, float]:
-        """Seconds in which each resource works."""
+        """Return the seconds for which each resource works."""
         spans: dict[Resource, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
         for job, timing in zip(self.jobs, self.timings, strict=True):
             spans[job.resource].append((timing.start, timing.end))
@@ -73,19 +79,19 @@ class Simulation:
 
     @property
     def utilisation(self) -> dict[Resource, float]:
-        """The share of the time that each resource works."""
+        """Return the share of the time for which each resource works."""
         return {resource: work / self.seconds if work else 0.0 for resource, work in self.busy.items()}
 
     @property
     def critical_path(self) -> list[int]:
-        """Indices of the jobs that decide how long all takes, in order. Each starts when the one before it ends, or a
-        block of it."""
+        """Return the indices of the jobs that decide how long all takes, in order. Each starts when the job before it
+        ends, or a block of that job."""
         ends = [timing.end for timing in self.timings]
         return [*self._causes(ends.index(max(ends)))][::-1] if ends else []
 
     @property
     def critical_seconds(self) -> dict[Resource, float]:
-        """Seconds of the critical path, by resource: together, all of the time."""
+        """Return the seconds of the critical path by resource, whose sum is `seconds`."""
         path = self.critical_path
         starts = [self.timings[index].start for index in path]
         lengths = (until - start for start, until in zip(starts, [*starts[1:], self.seconds], strict=True))
@@ -93,11 +99,11 @@ class Simulation:
 
     @property
     def stalled(self) -> dict[Resource, float]:
-        """Seconds for which compute waited, by the resource that it waited for."""
+        """Return the seconds for which compute waited, by the resource that it waited for."""
         return _by_resource(waited for stall in self.stalls() for waited in stall.waited_for)
 
     def stalls(self) -> list[Stall]:
-        """Every time for which compute had nothing to do before one of its jobs, and what it waited for."""
+        """Return every time for which compute waited before one of its jobs, and the jobs that it waited for."""
         stalls = []
         computing = [index for index, job in enumerate(self.jobs) if job.resource == "compute"]
         idle_since = 0.0
@@ -120,14 +126,13 @@ class Simulation:
         return reversed(blamed)
 
     def _causes(self, index: int | None) -> Iterator[int]:
-        """A job, its cause, the cause of that, and so on."""
+        """Yield a job, its cause, the cause of that, and so on."""
         while index is not None:
             yield index
             index = self.timings[index].cause
 
 
 def _by_resource(seconds: Iterable[tuple[Job, float]]) -> dict[Resource, float]:
-    """The sums of seconds of jobs."""
     totals = dict.fromkeys(RESOURCES, 0.0)
     for job, of_job in seconds:
         totals[job.resource] += of_job
@@ -139,10 +144,11 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
 
     Args:
         depth: how many blocks the disk works at together.
-        alone: the share of its speed that it has while one block is under way; if it works at one alone, all of it.
-        beside: the share of its speed that it keeps while something is computed.
+        alone: the share of its speed that the disk has while one of several blocks is under way; with a depth of 1, it
+            has all of it.
+        beside: the share of its speed that the disk keeps while something is computed.
 
-    Raises: PlanError: jobs wait for each other in a circle.
+    Raises: PlanError where jobs wait for each other in a circle.
     """
     open_count = [len(set(job.after)) for job in jobs]
     followers: list[list[int]] = [[] for _ in jobs]
@@ -192,7 +198,7 @@ def simulate(jobs: Sequence[Job], depth: int = 1, alone: float = 1.0, beside: fl
 
 
 def one_after_another(jobs: Sequence[Job]) -> Simulation:
-    """Run jobs with nothing overlapped: each when the one that the program comes to before it is done."""
+    """Run jobs without overlap, in the order in which the program comes to them."""
     timings, now = [], 0.0
     for index, job in enumerate(jobs):
         timings.append(Timing(now, now + job.seconds, index - 1 if index else None))
@@ -209,11 +215,11 @@ def simulate_plan(
     accumulate: int = 1,
     in_backward: bool = False,
 ) -> Simulation:
-    """A step of a plan on one rank of the hardware.
+    """Simulate a step of a plan on one rank of the hardware.
 
     Args:
-        compute: measured seconds of each operator; default what the hardware's figures say.
-        in_turn: its jobs run one after another, with nothing overlapped.
+        compute: measured seconds of each operator; by default, they follow from the hardware's figures.
+        in_turn: jobs run one after another, without overlap.
         overlap: the optimizer's step goes on in the next forward pass.
         accumulate: how many micro-batches a loop runs the plan's graphs for before the optimizer's step.
         in_backward: the optimizer updates each parameter in backward, when its gradient is whole.

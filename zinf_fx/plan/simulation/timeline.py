@@ -1,4 +1,4 @@
-"""A simulated step as data for pictures: what each lane does when, and what each memory holds meanwhile."""
+"""Turn a simulated step into data for pictures: what each lane does when, and what each memory holds meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ _OPTIMIZER = {"read_states": "states read", "update": "the optimizer's arithmeti
 
 @dataclass(frozen=True)
 class TimelineSlice:
-    """One job in its lane: `start` and `end` in seconds, `nbytes` that it moves, `detail` for people."""
+    """A job in its lane.
+
+    Attributes:
+        start, end: its time in seconds.
+        nbytes: bytes that it moves.
+        detail: what it does, in words.
+    """
 
     lane: Lane
     name: str
@@ -56,8 +62,14 @@ class TimelineSlice:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes of one memory from each of `times` (seconds) on, to `end`: that of the last operator, from when on the
-    optimizer's step is alone. `budget`: that the plan keeps to; None: there is none."""
+    """The bytes that one memory holds during a step.
+
+    Attributes:
+        times: seconds at which the bytes change.
+        nbytes: bytes from each of these times on.
+        end: when the last operator ends, from when on the optimizer's step is alone.
+        budget: the bytes that the plan keeps to; None: there is no budget.
+    """
 
     memory: str
     times: tuple[float, ...]
@@ -67,7 +79,7 @@ class MemoryCurve:
 
 
 def slices(plan: Plan, simulation: Simulation) -> list[TimelineSlice]:
-    """The jobs of a simulated step, in the order of their start."""
+    """Return the jobs of a simulated step, in the order of their start."""
     operators = ((graph.kind, operator) for graph in plan.graphs for operator in graph.operators)
     labels = {(kind, str(operator.index)): operator.label for kind, operator in operators}
     drawn = []
@@ -80,7 +92,7 @@ def slices(plan: Plan, simulation: Simulation) -> list[TimelineSlice]:
 
 
 def waits(simulation: Simulation) -> list[TimelineSlice]:
-    """Every time for which compute had nothing to do, one slice for each job that it waited for."""
+    """Return the times for which compute waits, with a slice for each job that it waits for."""
     drawn = []
     for stall in simulation.stalls():
         now = stall.start
@@ -92,7 +104,7 @@ def waits(simulation: Simulation) -> list[TimelineSlice]:
 
 
 def in_rows(unplaced: Iterable[TimelineSlice]) -> list[list[TimelineSlice]]:
-    """Divide slices into as few rows as it takes for no two of one to overlap, and at least one."""
+    """Divide slices into as few rows as possible, at least one, so that no two slices of a row overlap."""
     rows: list[list[TimelineSlice]] = [[]]
     for bar in sorted(unplaced, key=lambda bar: (bar.start, bar.end)):
         free = next((row for row in rows if not row or row[-1].end <= bar.start), None)
@@ -103,8 +115,8 @@ def in_rows(unplaced: Iterable[TimelineSlice]) -> list[list[TimelineSlice]]:
 
 
 def memory_curves(plan: Plan, simulation: Simulation) -> list[MemoryCurve]:
-    """What is on the device throughout, kept for backward and in flight there; and what the host arena holds.
-    Operator by operator: from the end of the one before, whatever the prologue holds from the graph's beginning."""
+    """Return the curves of device memory (what stays, is kept for backward or is in flight) and of the host arena. An
+    operator's bytes count from the end of the operator before it, and the prologue's from the graph's beginning."""
     ends = {job.name: timing.end for job, timing in zip(simulation.jobs, simulation.timings, strict=True)}
     times: list[float] = []
     device: list[int] = []
