@@ -43,7 +43,7 @@ class Counting:
         return self.steps
 
     def check(self) -> None:
-        """That it is the state after so many steps, in all elements."""
+        """Assert that it is the state after so many steps, in all elements."""
         total = self.steps * (self.steps + 1) / 2
         for parameter in self.model.parameters():
             assert (parameter.full_tensor() == total).all(), f"a mixture: {self.steps} steps"

@@ -110,7 +110,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def saved(rank: int, name: str, directory: Path, store: Path) -> dict[str, str]:
-    """The digests of a job's values, after it is trained and saved."""
+    """Return the digests of a job's values, after it is trained and saved."""
     _, kind, how = JOBS[name]
     job = kind(store / str(rank), 3, **how)
     job.train(5)

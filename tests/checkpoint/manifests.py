@@ -25,7 +25,7 @@ _VALUES: list[Any] = [
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, without its checksum."""
+    """Return what a checkpoint's manifest says, without its checksum."""
     content = json.loads((directory / MANIFEST).read_bytes())
     del content["crc32c"]
     return content

@@ -397,7 +397,7 @@ print(before, peak(), goes_on)
 
 
 def test_peaks(tmp_path: Path):
-    """Of 288 MiB of states, while steps go on."""
+    """There are 288 MiB of states, while steps go on."""
     ended = run(MEMORY, tmp_path, Path(__file__).parents[1])
     assert ended.returncode == 0, ended.stderr
     before, after, goes_on = ended.stdout.split()

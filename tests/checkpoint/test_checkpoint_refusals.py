@@ -64,7 +64,7 @@ def newer(directory: Path) -> None:
 
 
 def naming(path: str) -> Callable[[Path], None]:
-    """A manifest whose data file has another path."""
+    """Return a manifest whose data file has another path."""
 
     def change(directory: Path) -> None:
         from zinf_fx.checkpoint.manifest import _SUM

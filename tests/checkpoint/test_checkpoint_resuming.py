@@ -47,7 +47,7 @@ def resume(rank: int, directory: Path, at: int, until: int, how: dict[str, Any])
     ],
 )
 def test_in_any_placement(tmp_path: Path, ranks: int, placement: str, at: int):
-    """Between two steps, after 4 passes, and while gradients are accumulated, after 5."""
+    """It is interrupted between two steps, after 4 passes, and while gradients are accumulated, after 5."""
     on_ranks(ranks, resume, tmp_path, at, 9, {"placement": placement, "compiled": at == 5})
 
 
@@ -193,7 +193,7 @@ def test_into_other_placements_and_numbers_of_ranks(tmp_path: Path, name: str):
 
 
 def test_a_plain_training(tmp_path: Path):
-    """Without anything that is stored, in memory alone."""
+    """Nothing is stored; all is in memory."""
 
     def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -243,7 +243,7 @@ def test_buffers_that_are_conjugated_or_negated_lazily(tmp_path: Path, count: in
 
 @pytest.mark.parametrize("placement", ["host", "nvme", None])
 def test_gradients_of_all_models(tmp_path: Path, placement: str | None):
-    """As of a generator and a discriminator, that share a layer."""
+    """They are those of a generator and a discriminator, say, that share a layer."""
 
     def training(seed: int) -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)

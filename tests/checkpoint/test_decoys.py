@@ -159,7 +159,7 @@ def seen(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, tuple]:
 
 
 def attempts(root: Path, step: Path) -> list[Callable[[], object]]:
-    """All that looks at checkpoints, and a training that saves beside them."""
+    """Return all that look at checkpoints, and a training that saves beside them."""
     (root / "store").mkdir()
     model = zinf_fx.offload(torch.nn.Linear(64, 64), store=root / "store", placement="nvme")
     manager = zinf_fx.CheckpointManager(root / "run", model, keep=1)
@@ -248,7 +248,7 @@ os._exit(1)
 
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
-    """The data file in the checkpoint of a job that was killed, whose store is swept."""
+    """Return the data file in the checkpoint of a job that was killed, whose store is swept."""
     (tmp_path / "store").mkdir()
     run(KILLED, tmp_path / "store", tmp_path / "saved")
     assert main(["clean", str(tmp_path / "store")]) == 0

@@ -24,7 +24,7 @@ def unpacked(name: str, directory: Path) -> dict[str, str]:
 
 
 def loaded(rank: int, name: str, directory: Path, store: Path) -> dict[str, str]:
-    """The digests of what a fresh job loads, which then trains on, saves, and is loaded again."""
+    """Return the digests of what a fresh job loads, which then trains on, saves, and is loaded again."""
     _, kind, how = JOBS[name]
     job = kind(store / str(rank), 4, **how)
     job.load(directory)

@@ -29,12 +29,12 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def is_under_way() -> bool:
-    """Whether a file is being given back."""
+    """Return whether a file is being given back."""
     return any(thread.name.startswith("zinf: freeing") for thread in threading.enumerate())
 
 
 def large(path: Path) -> Path:
-    """A file that takes as much of the disk as one that is given back by a thread."""
+    """Return a file that takes as much of the disk as one that is given back by a thread."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, files.LARGE)
     return path

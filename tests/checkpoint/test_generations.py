@@ -42,7 +42,7 @@ def is_by_generations(directory: Path) -> bool:
 
 @pytest.mark.parametrize("name", named(CASES, {"infinity-nvme", "in the background"}))
 def test_what_is_resumed_goes_on_bit_for_bit(tmp_path: Path, name: str):
-    """From each of three checkpoints in the same store, after all of it was written anew, more than once."""
+    """It goes on from each of three checkpoints in the same store, after all of it was written anew, more than once."""
     how = CASES[name]
     first = Job(tmp_path / "store", seed=1, **how)
     values, losses = {}, {}
@@ -81,7 +81,7 @@ class Filled:
         self.optimizer.finish()
 
     def moved(self, action: Any) -> tuple[int, int]:
-        """Bytes that the store read and wrote meanwhile."""
+        """Return bytes that the store read and wrote meanwhile."""
         before = self.store.counters()
         action()
         tiers_of(self.model).drain()
@@ -96,7 +96,7 @@ class Filled:
 
     @property
     def capacity(self) -> int:
-        """Bytes of the store that they take."""
+        """Return bytes of the store that they take."""
         return sum(
             allocation.in_store.capacity for allocation in {tensor.stored.bytes.allocation for tensor in self.tensors}
         )
@@ -105,7 +105,7 @@ class Filled:
         return [tensor.full_tensor() for tensor in self.tensors]
 
     def loaded(self, directory: Path) -> list[torch.Tensor]:
-        """What another one has, once it has loaded a checkpoint."""
+        """Return what another one has, once it has loaded a checkpoint."""
         other = Filled(directory.parent / "other")
         zinf_fx.load_checkpoint(directory, other.model, other.optimizer)
         return other.values()

@@ -49,7 +49,7 @@ class _Saved:
         return str(caught.value)
 
     def try_out(self, seed: int) -> bool:
-        """Whether a mutation is loaded; what is looked at and verified is at least no other error."""
+        """Return whether a mutation is loaded; what is looked at and verified is at least no other error."""
         write(self.directory, content := mutated(self.content, seed))
         with _at_once():
             (checkpoint,) = checkpoints_in(self.directory)
@@ -67,7 +67,8 @@ class _Saved:
         return True
 
     def _expected_of(self, content: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What was saved, with the states under the names that a manifest gives them: an optimizer may have any."""
+        """Return what was saved, with the states under the names that a manifest gives them: an optimizer may have
+        any."""
         saved, hostile = (described["values"]["optimizer"]["state"] for described in (self.content, content))
         (group,) = self.content["values"]["optimizer"]["groups"]
         expected = dict(self.expected)
@@ -80,12 +81,12 @@ class _Saved:
 
 
 def _tensors(job: Job) -> dict[str, torch.Tensor]:
-    """Those that files have: what is among the plain values is as these say."""
+    """Return those that files have: what is among the plain values is as these say."""
     return {name: value for name, value in job.values().items() if not name.endswith("step")}
 
 
 def _kept(state: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The states of a parameter, by name, that files have."""
+    """Return the states of a parameter, by name, that files have."""
     return [(name, value) for name, value in state.items() if isinstance(value, dict) and "$kept" in value]
 
 
@@ -112,7 +113,7 @@ def once_saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def saved(once_saved: _Saved) -> _Saved:
-    """With the manifest as it was saved, and loaded."""
+    """Save a model; the manifest is there as it was saved, and loaded."""
     write(once_saved.directory, once_saved.content)
     once_saved.other.load(once_saved.directory)
     return once_saved

@@ -56,7 +56,7 @@ class Work:
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Return what this process has open."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     return sorted(os.readlink(link) for link in links if os.path.lexists(link) and "/proc/" not in os.readlink(link))
 

@@ -54,7 +54,7 @@ def stored(tmp_path: Path) -> Callable[..., Net]:
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export, as the safetensors library reads them."""
+    """Return all tensors of an export, as the safetensors library reads them."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
         return safetensors.torch.load_file(directory / "model.safetensors")
@@ -140,7 +140,7 @@ def test_the_index_counts_what_there_is(tmp_path: Path, stored: Callable):
 def test_models_are_loaded_from_what_the_library_writes(
     placement: str, piece: int, default: str, tmp_path: Path, stored: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where torch makes tensors on another device when nothing else is said."""
+    """They are loaded also where torch makes tensors on another device when nothing else is said."""
     monkeypatch.setattr(weights, "pieces_of", lambda elements, itemsize: pieces_of(elements, itemsize, piece))
     plain, model = net(1), stored(0, placement)
     parameters = list(model.parameters())

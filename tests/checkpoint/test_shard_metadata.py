@@ -61,7 +61,7 @@ def test_what_two_have_in_common_is_copied_and_nothing_else(
 
 
 def saved(shape: tuple[int, ...], box: Box, counts: list[int]) -> SavedTensor:
-    """A tensor of which a box is saved in pieces of so many elements, the last of the rest."""
+    """Return a tensor of which a box is saved in pieces of so many elements, the last of the rest."""
     starts = [sum(counts[:number]) for number in range(len(counts)) if sum(counts[:number]) < box.numel]
     ends = zip(starts, [*starts[1:], box.numel], strict=True)
     pieces = Counted(SavedPiece(start, end - start, 0, 8 * start, 0) for start, end in ends)

@@ -26,7 +26,8 @@ from zinf_fx.runtime.disk.store import Store
 
 
 def saved_by_a_dead_job(tmp_path: Path, steps: int = 1, kept: str | None = None) -> Path:
-    """The directory of a checkpoint whose store is gone; `kept`: the directory of one that was made a step before."""
+    """Return the directory of a checkpoint whose store is gone; `kept`: the directory of one that was made a step
+    before."""
     job = Counting(tmp_path / "first")
     if kept is not None:
         job.step()

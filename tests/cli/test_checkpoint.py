@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
 
 @pytest.fixture
 def run(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """Return a copy that may be damaged."""
     return shutil.copytree(made[0], tmp_path / "run")
 
 

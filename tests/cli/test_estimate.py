@@ -147,7 +147,7 @@ def test_hardware_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """The directories that were measured; nothing is, in truth."""
+    """Return the directories that were measured; nothing is, in truth."""
     directories = []
 
     def measure(*stores: Path) -> hardware.Hardware:

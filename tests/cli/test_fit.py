@@ -20,7 +20,7 @@ TARGET = str(Path(__file__).parent / "two_layers.py") + ":one_layer"
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Plan]]:
-    """A plan of everything in host memory, and one of everything on disk."""
+    """Return a plan of everything in host memory, and one of everything on disk."""
     made = {}
     for placement in ("host", "nvme"):
         path = tmp_path_factory.mktemp("plans") / f"{placement}.json"

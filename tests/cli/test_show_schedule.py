@@ -120,7 +120,7 @@ class Starts:
         self.names = set(self._first)
 
     def needed_at(self, operator: int) -> set[str]:
-        """The tiles that this operator is the first to wait for."""
+        """Return the tiles that this operator is the first to wait for."""
         return {name for name, first in self._first.items() if first == operator}
 
     def started(self, kind: str, operator: int, for_backward: bool = False) -> set[str]:
@@ -260,7 +260,7 @@ def test_errors_are_one_line(
 
 
 def test_a_refused_budget_is_printed_as_the_table_that_it_is(capsys: pytest.CaptureFixture[str], targets: Path):
-    """And the option that it names is enough."""
+    """The option that it names is enough."""
     command = ["show-schedule", f"{targets}:small", "--placement", "host", "--device-memory"]
     assert main([*command, "8B"]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -67,7 +67,7 @@ def write() -> None:
 
 
 def render(results: Results) -> str:
-    """The page, the version of torch that most was run on first."""
+    """Return the page; the version of torch that most was run on comes first."""
     parts = [INTRODUCTION]
     for version in sorted(results, key=lambda version: len(results[version]["rows"]), reverse=True):
         rows = [

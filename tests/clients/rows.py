@@ -68,7 +68,8 @@ def difference(result: Tensor | float, plain: Tensor | float) -> float:
 
 
 def loss_of(output: object) -> Tensor:
-    """The loss that a model returns: itself, in an output object, or the mean square of what else it computes."""
+    """Return the loss that a model returns: itself, in an output object, or the mean square of what else it
+    computes."""
     output = getattr(output, "loss", None) if getattr(output, "loss", None) is not None else output
     output = getattr(output, "sample", getattr(output, "last_hidden_state", output))
     if isinstance(output, tuple):
@@ -83,7 +84,7 @@ def train(
     parameters: Sequence[nn.Parameter],
     clip: float = 1.0,
 ) -> Iterator[float]:
-    """Losses of steps that clip, as a user writes them."""
+    """Yield losses of steps that clip, as a user writes them."""
     for number, batch in enumerate(batches):
         torch.manual_seed(number)  # of dropout
         output = run(**batch) if isinstance(batch, Mapping) else run(*batch)
@@ -106,7 +107,7 @@ def plain_run(make: Make, batches: Sequence[Batch], backend: str | None = None) 
 
 
 def offloaded(make: Make, store: Path) -> tuple[nn.Module, Callable[..., object]]:
-    """The model, and what to call."""
+    """Return the model, and what to call."""
     model = zinf_fx.offload(make(), store=store, placement="nvme")
     return model, torch.compile(model, backend="zinf")
 

@@ -46,7 +46,7 @@ class Module(lightning.LightningModule):
 
 
 def fit(module: Module, directory: Path, resumed: Path | None = None, **options: object) -> list[Tensor | float]:
-    """Losses of the training steps, the last validation loss, and the parameters at the end."""
+    """Return losses of the training steps, the last validation loss, and the parameters at the end."""
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     settings = {"max_epochs": 2, "gradient_clip_val": 0.5, "callbacks": [ModelCheckpoint(directory, save_last=True)]}
     trainer = lightning.Trainer(

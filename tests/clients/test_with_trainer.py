@@ -36,7 +36,7 @@ def results(run: transformers.Trainer) -> list[torch.Tensor | float]:
 
 
 def models(store: Path) -> dict[str, tuple[torch.nn.Module, dict[str, object]]]:
-    """A plain model and its twin on disk, and what the Trainer is told of each."""
+    """Return a plain model and its twin on disk, and what the Trainer is told of each."""
     made = {}
     for name, options in (("plain", {}), ("stored", COMPILED)):
         torch.manual_seed(0)

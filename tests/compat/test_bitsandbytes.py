@@ -116,7 +116,7 @@ def test_copies_and_conversions_keep_what_the_codes_mean(tmp_path: Path):
 
 
 def test_numbers_that_are_made_of_codes_are_not_stored(tmp_path: Path):
-    """As the library's functions make them where autograd records nothing, and where `Module.to` converts weights."""
+    """The library's functions make them where autograd records nothing, and where `Module.to` converts weights."""
     model = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
     with torch.no_grad():
         assert type(model.eight.weight.to(torch.float32)) is torch.Tensor

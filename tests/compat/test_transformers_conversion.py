@@ -34,7 +34,7 @@ CASES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 
 @pytest.fixture
 def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Of a file that is mapped."""
+    """Return tensors of a file that is mapped."""
     monkeypatch.setattr(transformers, "_LARGE", 1)
     monkeypatch.setattr(transformers, "PIECE", 100)
     safetensors.torch.save_file({str(n): torch.randn(6, 10) for n in range(4)}, tmp_path / "file.safetensors")

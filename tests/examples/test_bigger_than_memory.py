@@ -101,7 +101,7 @@ def test_what_was_killed_goes_on(tmp_path: Path) -> None:
 
 
 def row(output: str, name: str) -> str:
-    """The cell beside a name in the table."""
+    """Return the cell beside a name in the table."""
     (cell,) = re.findall(rf"^{re.escape(name)}  +(.*)$", output, flags=re.MULTILINE)
     return cell
 

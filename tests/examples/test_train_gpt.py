@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a run prints."""
+    """Return what a run prints."""
 
     def run(*arguments: str) -> str:
         torch._dynamo.reset()

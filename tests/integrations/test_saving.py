@@ -44,7 +44,7 @@ def pair(tmp_path: Path) -> tuple[nn.Module, nn.Module]:
 
 @pytest.fixture
 def bytes_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What values that were gathered take together, after each that is."""
+    """Return what values that were gathered take together, after each that is."""
     seen: list[int] = []
     held: weakref.WeakSet = weakref.WeakSet()
     gather = TensorStorage.value

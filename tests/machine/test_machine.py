@@ -71,7 +71,8 @@ def test_a_stored_profile_stands_for_the_disk(tmp_path: Path):
 
 
 def test_computing_and_the_disk_slow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By as much as each takes longer beside the other; the median counts. A read takes 1 s, and a write 3 s."""
+    """They do by as much as each takes longer beside the other; the median counts. A read takes 1 s, and a write 3
+    s."""
     monkeypatch.setattr(machine, "_TIMES", 3)
     computing = iter((1.0, 1.25, 1.0, 9.0, 1.0, 1.25, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0))
     moving = iter((1.0, 2.0, 1.0, 9.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 3.0, 1.0))

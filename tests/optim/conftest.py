@@ -37,7 +37,7 @@ class Twins:
             master.grad = None if index in skip else gradient.to(master.dtype, copy=True)
 
     def give_stored_gradients(self) -> None:
-        """The same, where backward would leave them."""
+        """Give the same, where backward would leave them."""
         self.give_gradients()
         for parameter in self.stored:
             value, parameter.grad = parameter.grad, None
@@ -47,7 +47,7 @@ class Twins:
             parameter.grad.copy_(value)
 
     def moved_by_a_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        """Bytes that the store reads and writes in the second step; the first makes the states."""
+        """Return bytes that the store reads and writes in the second step; the first makes the states."""
         store = self.stored[0].stored.tiers.store
         for _ in range(2):
             before = store.counters()

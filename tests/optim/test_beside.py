@@ -222,7 +222,7 @@ def test_who_abandons_a_step_that_goes_on_waits_for_the_thread_without_its_lock(
 def test_where_no_thread_can_be_started_the_step_is_done_without(
     twins, gate: Gated, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    """By `step()`, as far as nothing has to be waited for, and by who asks."""
+    """It is done by `step()`, as far as nothing has to be waited for, and by who asks."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("too many threads")
@@ -330,7 +330,7 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path, gate: Gated, placement:
 
 
 def test_backward_does_not_wait_for_the_thread(tmp_path: Path, gate: Gated) -> None:
-    """As long as there is room for the gradients that wait."""
+    """It doesn't as long as there is room for the gradients that wait."""
     model = zinf_fx.offload(Layers(), store=tmp_path, placement="infinity-cpu", chunk="64KiB", pack=None)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, step_in_backward=True)
     call = torch.compile(model, backend="zinf")

@@ -34,12 +34,12 @@ def coded(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded(name: str, values: torch.Tensor) -> torch.Tensor:
-    """What is left of a state's values when they were codes."""
+    """Return what is left of a state's values when they were codes."""
     return decode(name, *coded(name, values), torch.empty(values.numel())).view(values.shape)
 
 
 def values_of(name: str, state: dict[str, Any]) -> torch.Tensor:
-    """The values of a state that an optimizer shows, in the parameter's shape."""
+    """Return the values of a state that an optimizer shows, in the parameter's shape."""
     codes, scales = (state[key].full_tensor() for key in (name, companion_of(name)))
     return decode(name, codes.flatten(), scales, torch.empty(codes.numel())).view(codes.shape)
 
@@ -109,7 +109,8 @@ OPTIMIZERS = {"AdamW": {"amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9}, "
 @pytest.mark.parametrize("placement", [slow("device"), "host", "nvme"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bitwise_equal_to_an_explicit_loop(twins, name: str, placement: str, dtype: torch.dtype) -> None:
-    """In chunks, packs and pieces, and in any placement: states in memory, whose codes are taken after each step."""
+    """It is equal in chunks, packs and pieces, and in any placement: states in memory, whose codes are taken after each
+    step."""
     pair = twins(placement, dtype, pack="auto")
     optimizer = getattr(optim, name)(pair.stored, state_dtype="8bit", **OPTIMIZERS[name])
     fused = {} if name == "NAdam" else {"fused": True}

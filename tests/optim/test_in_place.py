@@ -22,7 +22,7 @@ PLACED = ("device", "host")
 
 @pytest.fixture
 def called(monkeypatch) -> list[int]:
-    """How many parameters each call of a torch class was for."""
+    """Return how many parameters each call of a torch class was for."""
     counts: list[int] = []
     run = InPlaceUpdate.run
 
@@ -55,7 +55,7 @@ def test_python_calls_for_each_parameter(twins, placement: str, kind: type, dtyp
 
 @pytest.mark.parametrize("kind", [optim.Adadelta, optim.Adam, optim.ASGD, optim.NAdam, optim.RMSprop, optim.SGD])
 def test_lists_of_the_last_step_serve_the_next_one(twins, monkeypatch, kind: type):
-    """With other gradients and another learning rate, and as long as the states have the same objects."""
+    """They serve with other gradients and another learning rate, and as long as the states have the same objects."""
     arithmetic = kind._arithmetic
     make, made = arithmetic._init_group, []
     options = {optim.SGD: {"momentum": 0.9, "fused": True}, optim.Adam: {"fused": True}}.get(kind, {})

@@ -103,7 +103,7 @@ def with_largest(operands: list[Operands], inner: torch.optim.Optimizer) -> list
 
 
 def any_of_each(flags: torch.Tensor, size: int) -> torch.Tensor:
-    """Whether any of so many flags in a row is set."""
+    """Return whether any of so many flags in a row is set."""
     padded = torch.nn.functional.pad(flags, (0, -flags.numel() % size))
     return padded.view(-1, size).any(1)
 
@@ -148,7 +148,7 @@ OPTIONS = [
 
 
 def names_of(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of the states that `made` makes for an optimizer."""
+    """Return the names of the states that `made` makes for an optimizer."""
     if isinstance(inner, torch.optim.SGD):
         return ("momentum_buffer",) if inner.param_groups[0]["momentum"] else ()
     return MOMENTS

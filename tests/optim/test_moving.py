@@ -163,7 +163,7 @@ def trains(*optimizers: Optimizer) -> None:
 
 
 def beside(optimizer: Optimizer) -> list[object]:
-    """What an optimizer has besides parameters and states."""
+    """Return what an optimizer has besides parameters and states."""
     own = {"initialized", "table", "calls", "scales"}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return [*groups, {k: v for k, v in vars(optimizer).items() if k in own}]

@@ -67,7 +67,8 @@ def interrupt_store(monkeypatch, number: int, error: BaseException) -> None:
     ],
 )
 def test_interrupted(twins, monkeypatch, placement, dtype, error, piece, last, updated, partial, untouched):
-    """At the first or the last window of a piece that is stored: of a parameter, its states and its master, if any."""
+    """It strikes at the first or the last window of a piece that is stored: of a parameter, its states and its master,
+    if any."""
     pair, optimizer, _ = prepared(twins, placement=placement, dtype=dtype)
     windows = 4 if dtype == torch.bfloat16 else 3
     number = windows * (piece + last) + (not last)
@@ -154,7 +155,7 @@ def test_parameters_without_names_are_numbered(twins, monkeypatch):
 
 @pytest.mark.parametrize("error", [StoreError("read", "data-0", "lightning"), KeyboardInterrupt()], ids=type)
 def test_a_step_that_ends_while_parameters_are_added_is_taken_again(twins, monkeypatch, error):
-    """And whole: that it began in backward is not believed."""
+    """It is whole: that it began in backward is not believed."""
     pair, optimizer, reference = prepared(twins)
 
     def failing(queue: ChunkQueue, batch: UpdateBatch) -> None:

@@ -87,7 +87,7 @@ def planned_chunks(plan: Plan) -> list[ChunkElements]:
 
 
 def small() -> Training:
-    """A GPT whose parameters move in packs."""
+    """Return a GPT whose parameters move in packs."""
     tokens = torch.randint(0, 256, (1, 16))
     return GPT(GPTConfig(layers=4, hidden=64, heads=4, context=16)), (tokens, tokens)
 

@@ -25,7 +25,7 @@ def bits_of(masters: torch.Tensor) -> torch.Tensor:
 
 
 def kept(masters: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights of masters, and what is kept beside them."""
+    """Return the weights of masters, and what is kept beside them."""
     weights = masters.to(torch.bfloat16)
     buffers = (
         torch.full((masters.numel(),), -1, dtype=LOWER),
@@ -70,7 +70,7 @@ def test_threads_share_the_elements(count: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def threads_for_values() -> list[Path]:
-    """Of this process, the native threads that share work on values."""
+    """Return, of this process, the native threads that share work on values."""
     return [path for path in Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "zinf-values"]
 
 
@@ -100,7 +100,7 @@ def test_a_weight_that_was_written_has_a_master_that_is_rounded_to_it(lower: int
 
 
 def masters_of(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The masters that an optimizer keeps, in fp32."""
+    """Return the masters that an optimizer keeps, in fp32."""
     masters = []
     for parameter in parameters:
         state = optimizer.state[parameter]

@@ -377,7 +377,7 @@ def test_options_that_are_for_elements_and_too_little_memory_are_refused(twins):
 
 
 def give_stored_gradients(pair) -> None:
-    """As backward leaves them."""
+    """Give gradients as backward leaves them."""
     pair.give_gradients()
     for stored in pair.stored:
         gradient, stored.grad = stored.grad, None

@@ -54,18 +54,18 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of_each(work: Callable[[None, int], R], count: int) -> list[R]:
-    """What some work gives of so many pieces, in as many lanes."""
+    """Return what some work gives of so many pieces, in as many lanes."""
     with closing(at_the_same_time(work, [None] * count, range(count))) as results:
         return list(results)
 
 
 def where(lane: None, number: int) -> int:
-    """The thread that works."""
+    """Return the thread that works."""
     return threading.get_ident()
 
 
 def elsewhere(work: Callable[[], R]) -> R:
-    """What some work gives in a thread of its own."""
+    """Return what some work gives in a thread of its own."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 
@@ -325,7 +325,7 @@ def test_who_waits_for_a_thread_asks_in_it() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("threads")
 def test_a_thread_that_steps_for_itself_does_all_the_work() -> None:
-    """As a finalizer does that runs in one: it may want more threads than there are."""
+    """A finalizer does, that runs in one: it may want more threads than there are."""
 
     def work(lane: None, number: int) -> bool:
         return of_each(where, THREADS + 5) == [threading.get_ident()] * (THREADS + 5)
@@ -336,7 +336,7 @@ def test_a_thread_that_steps_for_itself_does_all_the_work() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("threads")
 def test_who_steps_while_work_is_given_to_threads_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a finalizer does that runs in the middle of `submit`, which has a lock then."""
+    """A finalizer does, that runs in the middle of `submit`, which has a lock then."""
     of_each(where, 2)  # threads are there
     make, thread_ids = futures.Future, []
 
@@ -354,7 +354,7 @@ def test_who_steps_while_work_is_given_to_threads_does_it_all(monkeypatch: pytes
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("threads")
 def test_who_steps_while_threads_start_does_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a finalizer does, in any of the threads that take part."""
+    """A finalizer does, in any of the threads that take part."""
     monkeypatch.setattr(workers, "_count", 0)
     start, took_all = workers._started, []
 

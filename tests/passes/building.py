@@ -72,7 +72,7 @@ class Builder:
         self.knows(gradients=tokens, backward_outputs=backward)
 
     def knows(self, **more: Any) -> None:
-        """What the context says besides."""
+        """Say what the context says besides."""
         self.context = replace(self.context, **more)
 
     def run(self, *passes: Pass) -> None:

@@ -160,7 +160,7 @@ def _recording(record: Record) -> Iterator[None]:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names and metadata."""
+    """Return a copy with the same node names and metadata."""
     twin = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -25,7 +25,7 @@ def case(build: Case) -> Case:
 
 
 def case_since(version: str) -> Callable[[Case], Case]:
-    """As `case`, for what PyTorch can capture with tensor subclasses from that version on."""
+    """Define a case as `case`, for what PyTorch can capture with tensor subclasses from that version on."""
     return case if TorchVersion(torch.__version__) >= version else lambda build: build
 
 
@@ -408,7 +408,8 @@ SAVING = (
 
 @cache
 def trained(name: str) -> Record:
-    """The record of one training step of a case, which was that of eager PyTorch, for tests that only look at it."""
+    """Return the record of one training step of a case, which was that of eager PyTorch, for tests that only look at
+    it."""
     model, inputs = CASES[name]()
     return assert_trains_like_eager(model, *inputs)
 

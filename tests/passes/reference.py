@@ -80,7 +80,7 @@ class Reference(fx.Interpreter):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What was offloaded, by parameter name; ranges of rows put together."""
+        """Return what was offloaded, by parameter name; ranges of rows put together."""
         gradients: dict[str, torch.Tensor] = {}
         for name, parts in self._arrived.items():
             whole = parts[0] if len(parts) == 1 else torch.cat([part for _, part in sorted(parts.items())])
@@ -125,7 +125,7 @@ class Reference(fx.Interpreter):
 
 
 def _by_member(tile: Tile, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A value of a tile by the names of the parameters in it."""
+    """Return a value of a tile by the names of the parameters in it."""
     if not tile.members:
         return {tile.name: value}
     return {member.name: value[member.start :][: member.numel].view(member.shape) for member in tile.members}

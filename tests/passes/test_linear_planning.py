@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 def calls_in(work: Callable[[], object]) -> int:
-    """How many calls of zinf_fx's functions `work` makes."""
+    """Return how many calls of zinf_fx's functions `work` makes."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -100,7 +100,7 @@ def test_finding_the_tiles_of_one_parameter(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_choosing_what_leaves() -> None:
-    """Of segments that save 16 activations each, of which most leave."""
+    """Segments save 16 activations each, of which most leave."""
     calls = []
     for count in COUNTS:
         parts = []

@@ -17,7 +17,7 @@ from zinf_fx.passes.ir.printer import print_around
 
 @pytest.fixture(scope="module", params=CASES)
 def record(request: pytest.FixtureRequest) -> Record:
-    """Of one case, whose tests follow each other."""
+    """Return the record of one case, whose tests follow each other."""
     return trained(request.param)
 
 

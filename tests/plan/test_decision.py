@@ -46,7 +46,7 @@ def machine(device: int, host: int = 1 << 40, **others: object) -> Hardware:
 
 
 def slow(hardware: Hardware, **factors: float) -> Hardware:
-    """The machine with memories and links that are so many times slower."""
+    """Return the machine with memories and links that are so many times slower."""
     changed = {}
     for name, factor in factors.items():
         component = getattr(hardware, name)

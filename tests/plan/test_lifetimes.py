@@ -21,7 +21,7 @@ def graph(kind: GraphKind, events: list[Event], operators: int) -> GraphSchedule
 
 
 def live_range(*operators: int) -> list[Event]:
-    """A live range of the tile; `operators`: of its fetch, upload, all-gather, wait and release."""
+    """Return a live range of the tile; `operators`: of its fetch, upload, all-gather, wait and release."""
     return [Event(kind, 0, operator) for kind, operator in zip(STEPS, operators, strict=True)]
 
 

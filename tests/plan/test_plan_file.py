@@ -53,7 +53,7 @@ def exported(**options: object) -> Plan:
 
 @cache
 def content() -> dict[str, Any]:
-    """Of a file, as other programs see it."""
+    """Return the content of a file, as other programs see it."""
     with tempfile.TemporaryDirectory() as folder:
         exported(activations="offload", tile="8KiB").save(path := Path(folder) / "plan.json")
         return json.loads(path.read_text())
@@ -76,7 +76,7 @@ def test_what_is_written_is_read_back_and_described_by_the_schema(tmp_path: Path
 
 
 def test_the_dtypes_are_looked_up_once():
-    """Of all that torch has: a plan names one for every tile and every operator."""
+    """All that torch has are looked up: a plan names one for every tile and every operator."""
     assert dtypes() is dtypes() and dtypes()["bfloat16"] is torch.bfloat16
 
 

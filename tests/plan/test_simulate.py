@@ -284,7 +284,7 @@ def training(gradient_tier: str = "nvme", for_backward: bool = False) -> Plan:
 
 
 def updating(plan: Plan, **changes: object) -> Plan:
-    """A plan with changes, and with the optimizer's step that follows of it then."""
+    """Return a plan with changes, and with the optimizer's step that follows of it then."""
     changed = replace(plan, **changes)
     return replace(changed, update=update_of(changed))
 
@@ -383,7 +383,7 @@ def test_all_states_are_read_once_in_a_step(chunks_together: int, read_early: in
 
 
 def test_no_gradient_is_read_before_it_is_there():
-    """Of states in host memory, whose gradients alone are read."""
+    """States are in host memory, and their gradients alone are read."""
     shape, where = (BLOCK,), {"tier": "host", "gradient_tier": "nvme", "state_tier": "host"}
     tiles = tuple(Tile(f"w{i}", shape, torch.bfloat16, **where) for i in range(2))
     plan = of_parameters(2)
@@ -490,7 +490,7 @@ def test_what_starts_a_transfer_computes_later():
 
 
 def test_the_disk_is_slower_beside_computing_where_both_need_processors():
-    """At half of its speed from when the first operator begins on: 1 s for w0, and 2 s for w1."""
+    """It has half of its speed from when the first operator begins on: 1 s for w0, and 2 s for w1."""
     machine = replace(ONE, nvme=replace(ONE.nvme, beside=0.5))
     times = timeline(simulate_plan(ONE_AHEAD, replace(machine, unified=True), TWO_SECONDS))
     assert (times["fetch w0"], times["fetch w1"], times["inference 0"]) == ((0, 1), (1, 3), (1, 3))
@@ -562,7 +562,7 @@ def test_what_nothing_computes_beside_costs_nothing():
 
 
 def test_computing_that_is_short_beside_the_disk_loses_no_more_than_it_computes():
-    """At half of its speed for as long as it runs."""
+    """It has half of its speed for as long as it runs."""
     jobs = [Job("write a", "disk", 10.0, load=0.5), Job("forward 0", "compute", 1.0), Job("forward 1", "compute", 8.0)]
     simulation = simulate(jobs)
     assert timeline(simulation) == {"write a": (0, 10), "forward 0": (0, 2), "forward 1": (2, 14)}
@@ -715,7 +715,7 @@ UNIT = replace(
 
 
 def captured(placement: str, **options: object) -> tuple[Plan, int]:
-    """The plan of a small GPT, and how many parameters the model has."""
+    """Return the plan of a small GPT, and how many parameters the model has."""
     with torch.device("meta"):
         model, inputs = gpt(2, 64)(), wide()
     (plan,) = plan_model(model, inputs, placement=placement, **options).plans

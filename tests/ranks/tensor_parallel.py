@@ -173,7 +173,7 @@ def groups(gpt: nn.Module) -> list[dict]:
 
 
 def values(gpt: nn.Module) -> dict[str, torch.Tensor]:
-    """The full parameters by name."""
+    """Return the full parameters by name."""
     with zinf_fx.gathered(gpt) as full:
         named = zip(gpt.named_parameters(), full, strict=True)
         return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for (name, _), v in named}

@@ -59,7 +59,7 @@ def test_a_killed_rank_ends_the_others_within_the_timeout():
 
 
 def refused(rank: int) -> list[tuple[str, str]]:
-    """What is refused before anything is moved, or lost."""
+    """Return what is refused before anything is moved, or lost."""
     model = training.model()
     on_disk = first_error(lambda: zinf_fx.offload(model, placement={"parameters": "nvme", "stage": 2}))
     unchanged = not any(isinstance(p, zinf_fx.StoredTensor) for p in model.parameters())
@@ -157,7 +157,7 @@ def wide() -> torch.nn.Module:
 
 
 def decided(rank: int) -> list[str]:
-    """The placements that ranks take where the first one has less memory than the other, or next to none."""
+    """Return the placements that ranks take where the first one has less memory than the other, or next to none."""
     x = torch.ones(2, 256)
 
     def memory(of_the_first: int) -> mock._patch:

@@ -168,7 +168,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_rank_s_files(tmp_path
 
 
 def timed(rank: int, folder: Path) -> list[tuple[float, str, list[str]]]:
-    """What each rank does to files for the second of two checkpoints, and when."""
+    """Return what each rank does to files for the second of two checkpoints, and when."""
     job, files = Job(folder / "store", rank), Timed()
     job.train(2)
     job.save(folder / "saved")

@@ -15,8 +15,8 @@ from zinf_fx.runtime.tensor.local_parameter import stored_parameter
 
 
 def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | float]:
-    """Losses, gradients and parameters of steps with one optimizer before and after a conversion to what the model is,
-    and with another one after that to double, which gradients take part in."""
+    """Return losses, gradients and parameters of steps with one optimizer before and after a conversion to what the
+    model is, and with another one after that to double, which gradients take part in."""
     results: list[torch.Tensor | float] = []
     opt, other = (torch.optim.AdamW(tp.groups(gpt), fused=True, **tp.STEPS) for _ in range(2))
     for convert, optimizer in ((lambda m: m.to("cpu"), opt), (lambda m: m.float(), opt), (lambda m: m.double(), other)):
@@ -30,7 +30,8 @@ def train_in_parallel(gpt: nn.Module, run: nn.Module) -> list[torch.Tensor | flo
 
 
 def converted_in_parallel(rank: int) -> list[str]:
-    """What differs from PyTorch's tensor parallelism, and parameters whose stored part is another object by the end."""
+    """Return what differs from PyTorch's tensor parallelism, and parameters whose stored part is another object by the
+    end."""
     mesh: DeviceMesh = tp.mesh_of(1, 2)["tp"]
     plain = tp.parallel(tp.model(), mesh)
     expected, wrong = train_in_parallel(plain, plain), []

@@ -74,8 +74,8 @@ AFTER_ERRORS = {"eager": {}, "whole": {}, "packs": {"pack": "auto"}, "tiles": {"
 
 
 def after_an_error(model: nn.Linear, how: str, inputs: torch.Tensor) -> list[float]:
-    """What is accumulated under no_sync, and then outside, after a backward pass that failed in between; of the weight
-    and of the bias."""
+    """Return what is accumulated under no_sync, and then outside, after a backward pass that failed in between; of the
+    weight and of the bias."""
     run = model if how == "eager" else torch.compile(model, backend="zinf")
     with zinf_fx.no_sync():
         run(inputs).sum().backward()
@@ -89,7 +89,7 @@ def after_an_error(model: nn.Linear, how: str, inputs: torch.Tensor) -> list[flo
 
 
 def gradients(rank: int, placement: str) -> dict[str, object]:
-    """Of one linear layer whose inputs are 1 on the first rank and 2 on the second: 1.5 on average."""
+    """Return gradients of one linear layer whose inputs are 1 on the first rank and 2 on the second: 1.5 on average."""
     inputs = torch.full((1, 64), rank + 1.0)
 
     def layer(**options: str) -> nn.Linear:
@@ -134,7 +134,7 @@ def test_gradients_of_one_rank_are_reduced_once_and_never_lost(placement: str):
 
 
 def second_derivatives(rank: int) -> list[str]:
-    """What ranks that train together are told of gradients that they can't have."""
+    """Return what ranks that train together are told of gradients that they can't have."""
     model = zinf_fx.offload(nn.Linear(64, 64), placement="zero-2", collective_timeout=SOON)
     said = []
     inputs = torch.ones(2, 64)
@@ -199,7 +199,7 @@ def lost(rank: int) -> list[str]:
 
 
 def late(rank: int) -> str:
-    """The error when torch.distributed is initialised after the model was offloaded."""
+    """Return the error when torch.distributed is initialised after the model was offloaded."""
     dist.destroy_process_group()
     model = zinf_fx.offload(nn.Linear(64, 64), placement="zero-3")
     folder = os.path.dirname(os.environ["ZINF_STORE"])

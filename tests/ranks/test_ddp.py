@@ -52,7 +52,7 @@ def test_models_in_distributed_data_parallel():
 
 
 def stored(rank: int) -> list[str]:
-    """What is said when a stored model is wrapped, and when one is whose stored parameters are frozen."""
+    """Return what is said when a stored model is wrapped, and when one is whose stored parameters are frozen."""
     texts = []
     for trained in (True, False):
         model = nn.Sequential(zinf_fx.offload(nn.Linear(8, 8), placement="zero-3").requires_grad_(trained))
@@ -71,8 +71,9 @@ def test_a_stored_model_in_distributed_data_parallel_is_warned_of():
 
 
 def accumulated(rank: int) -> list[bool]:
-    """Whether losses, gradients and parameters of a stored model in DistributedDataParallel equal those of a plain one,
-    after steps that accumulate two micro-batches: the first without synchronisation, by the wrapper's own means."""
+    """Return whether losses, gradients and parameters of a stored model in DistributedDataParallel equal those of a
+    plain one, after steps that accumulate two micro-batches: the first without synchronisation, by the wrapper's own
+    means."""
     runs = []
     for stored in (False, True):
         torch.manual_seed(0)

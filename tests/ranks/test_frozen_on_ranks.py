@@ -51,8 +51,8 @@ def share_base(rank: int, base: Path, codes: Path) -> None:
 
 
 def refused(rank: int, base: str) -> list[str]:
-    """What is said of a base that the second rank doesn't have, that the ranks' mesh divides already, and of which one
-    rank would have whole parameters."""
+    """Return what is said of a base that the second rank doesn't have, that the ranks' mesh divides already, and of
+    which one rank would have whole parameters."""
     said = []
     model = meta()
     divided = built().requires_grad_(False)

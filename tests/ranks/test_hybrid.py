@@ -29,7 +29,7 @@ def compare(rank: int, cases: list[tuple[str, int]], loop: Loop) -> dict[tuple[s
 
 
 def sent(rank: int, preset: str, replicas: int) -> tuple[int, int, int]:
-    """Bytes that this rank sent in a step, that the plan says, and that the formula says."""
+    """Return bytes that this rank sent in a step, that the plan says, and that the formula says."""
     options = {"residency": False, "prefetch": None, "pack": None}  # as in test_presets
     model = zinf_fx.offload(training.model(), placement=preset, mesh=mesh_of(replicas), **options)
     groups = Groups.of(dist.get_world_size(), replicas, 0 if preset == "dp" else 1)
@@ -53,7 +53,8 @@ def formula(model: training.Model, preset: str, groups: Groups) -> int:
 
 
 def summed(rank: int, placement: str) -> list[float]:
-    """The gradient of a layer whose inputs are 1 on the first rank and 2 on the second, and more, on the others."""
+    """Return the gradient of a layer whose inputs are 1 on the first rank and 2 on the second, and more, on the
+    others."""
     model = zinf_fx.offload(nn.Linear(64, 64), placement=placement, gradient_reduction="sum", collective_timeout=20)
     torch.compile(model, backend="zinf")(torch.full((1, 64), rank + 1.0)).sum().backward()
     return model.weight.grad.full_tensor().unique().tolist()

@@ -54,7 +54,8 @@ def losses_of(
 def trained(
     rank: int, placement: str, dynamic: bool | None, options: dict, micro_batches: int, evaluates: bool, steps: int = 5
 ) -> tuple[bool, float]:
-    """Whether losses and parameters equal those of DistributedDataParallel, and how far parameters are from them."""
+    """Return whether losses and parameters equal those of DistributedDataParallel, and how far parameters are from
+    them."""
     plain = training.model()
     wrapped = torch.nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -193,7 +194,7 @@ class Experts(torch.nn.Module):
 
 
 def starves_an_expert(rank: int, placement: str, compiled: bool) -> str:
-    """The error on this rank, whose tokens go to other experts of the same shape than those of the other one."""
+    """Return the error on this rank, whose tokens go to other experts of the same shape than those of the other one."""
     model = zinf_fx.offload(Experts(), placement=placement, collective_timeout=SOON)
     run = torch.compile(model, backend="zinf") if compiled else model
     x = torch.ones(2 + rank, 16)
@@ -217,7 +218,7 @@ def test_ranks_whose_tokens_go_to_different_experts_are_told_so(placement: str, 
 
 
 def goes_apart(rank: int, how: str) -> str:
-    """The error on this rank, which does something else than the other one."""
+    """Return the error on this rank, which does something else than the other one."""
     model = zinf_fx.offload(towers(rank), placement="zero-3", collective_timeout=SOON)
     run = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.trained.parameters(), lr=1e-2)

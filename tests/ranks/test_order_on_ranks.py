@@ -71,7 +71,7 @@ def trained(model: Taught, student, teacher, optimizer: torch.optim.Optimizer, h
 
 
 def compared(rank: int, placement: str, how: str) -> tuple[bool, float]:
-    """Whether losses and parameters equal those of DistributedDataParallel; the sum of the parameters here."""
+    """Return whether losses and parameters equal those of DistributedDataParallel; the sum of the parameters here."""
     plain = taught(0)
     with torch.no_grad():
         if how == "writes on the first":
@@ -111,7 +111,7 @@ def test_ranks_where_eager_code_writes_train_as_distributed_data_parallel(how: s
 
 
 def accumulates_alone(rank: int, placement: str) -> tuple[list[str], str]:
-    """What this rank did before its error; the second one accumulates the first of two micro-batches, alone."""
+    """Return what this rank did before its error; the second one accumulates the first of two micro-batches, alone."""
     model = zinf_fx.offload(taught(rank).student, placement=placement, collective_timeout=SOON)
     run = torch.compile(model, backend="zinf")
     done = []

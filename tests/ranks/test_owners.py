@@ -19,8 +19,8 @@ owned = partial(differences, partition="owner")
 
 
 def sent(rank: int, placement: str) -> tuple[int, int, int, int]:
-    """Bytes that this rank sent in a step, and that the plan says of the average rank; elements that it holds, and of
-    the largest parameter."""
+    """Return bytes that this rank sent in a step, and that the plan says of the average rank; elements that it holds,
+    and of the largest parameter."""
     options = {"residency": False, "prefetch": None}
     model = zinf_fx.offload(training.model(), placement=placement, partition="owner", **options)
     counted, planned = training.bytes_sent(model)

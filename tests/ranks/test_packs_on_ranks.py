@@ -38,7 +38,7 @@ class Moved(NamedTuple):
 
 
 def planned(plan: Plan) -> Moved:
-    """What the plan says."""
+    """Return what the plan says."""
     gathered = [
         live_range
         for live_range in plan.lifetimes
@@ -152,7 +152,7 @@ def test_parameters_that_are_treated_otherwise_are_in_packs_of_their_own(named: 
 
 
 def on_device_with_memory(rank: int, presets: Sequence[str]) -> list[bool]:
-    """Whether training on a device that has memory of its own gives the same losses and parameters."""
+    """Return whether training on a device that has memory of its own gives the same losses and parameters."""
     outcomes = []
     for preset in presets:
         torch._dynamo.reset()

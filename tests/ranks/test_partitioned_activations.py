@@ -23,8 +23,8 @@ def saved(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def trained(where: str, divided: bool, sequence: bool = False, **options: object) -> dict[str, Any]:
-    """Losses and parameters of two steps, what is saved as planned, and bytes of a step: sent and written to disk, as
-    counted; and sent, as planned."""
+    """Return losses and parameters of two steps, what is saved as planned, and bytes of a step: sent and written to
+    disk, as counted; and sent, as planned."""
     mesh = tp.mesh_of(1, 2)
     placement = {"parameters": "host", "activations": where}
     gpt = tp.parallel(tp.model(), mesh["tp"], sequence)
@@ -60,7 +60,7 @@ def with_and_without(rank: int, cases: list[tuple[str, bool]]) -> list[tuple[dic
 
 
 def divided_and_plain(rank: int) -> tuple[dict[str, Any], bool]:
-    """What `trained` tells with checkpoints on NVMe, divided; and whether plain PyTorch trains the same."""
+    """Return what `trained` tells with checkpoints on NVMe, divided; and whether plain PyTorch trains the same."""
     mesh = tp.mesh_of(1, 2)
     plain = tp.parallel(tp.model(), mesh["tp"])
     losses = tp.train(plain, torch.optim.AdamW(tp.groups(plain), lr=1e-2, fused=True), (0, 1), 2)

@@ -44,7 +44,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def trained_stage(mesh: DeviceMesh, kind: type, steps: int, **options: object) -> dict[str, torch.Tensor]:
-    """The parameters at the end of this rank's stage. `mesh`: of stages, data-parallel and tensor-parallel ranks."""
+    """Return the parameters at the end of this rank's stage. `mesh`: of stages, data-parallel and tensor-parallel
+    ranks."""
     number = mesh["pp"].get_local_rank()
     gpt = tp.model()
     if mesh["tp"].size() > 1:

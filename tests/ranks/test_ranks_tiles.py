@@ -36,7 +36,7 @@ class Wide(nn.Module):
 
 
 def train(run: nn.Module, parameters: list, optimizer: torch.optim.Optimizer, rank: int, sent=lambda: 0) -> list[int]:
-    """What `sent` says after each step."""
+    """Return what `sent` says after each step."""
     generator = torch.Generator().manual_seed(rank)
     sent_bytes = []
     for _ in range(3):

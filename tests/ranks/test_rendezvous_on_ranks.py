@@ -23,7 +23,7 @@ Found = tuple[str, float, list[str]]
 
 
 def first_error(call: Callable[[], object]) -> Found:
-    """What the error says, the seconds until it was raised, and what was logged before."""
+    """Return what the error says, the seconds until it was raised, and what was logged before."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -39,7 +39,7 @@ def first_error(call: Callable[[], object]) -> Found:
 
 
 def alone(rank: int) -> dict[str, Found]:
-    """What each rank is told, where they do different things. What follows a failure has other ranks' groups."""
+    """Return what each rank is told, where they do different things. What follows a failure has other ranks' groups."""
     errors: dict[str, Found] = {}
     models = {
         timeout: zinf_fx.offload(training.model(), placement="zero-3", collective_timeout=timeout)
@@ -65,7 +65,8 @@ def alone(rank: int) -> dict[str, Found]:
 
 
 def elsewhere(rank: int) -> dict[str, Found]:
-    """What the first rank is told, which gathers at once, while the others call something else before, or instead."""
+    """Return what the first rank is told, which gathers at once, while the others call something else before, or
+    instead."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
     theirs, late = dist.new_group([1, 2]), 6 if rank == 2 else 0
     before = {
@@ -94,7 +95,7 @@ def gathered(model: torch.nn.Module) -> None:
 
 
 def random_states(rank: int) -> Found | None:
-    """What the first rank is told while the second one waits for what it is to broadcast."""
+    """Return what the first rank is told while the second one waits for what it is to broadcast."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
     error = None if rank else first_error(lambda: gathered(model))
     dist.broadcast(torch.ones(1), 0)
@@ -106,7 +107,7 @@ def watchdogs() -> list[threading.Thread]:
 
 
 def left_alone(rank: int) -> Found | None:
-    """What the first rank is told after the other one has ended."""
+    """Return what the first rank is told after the other one has ended."""
     model = zinf_fx.offload(training.model(), placement="zero-3")
     if rank:
         assert watchdogs()

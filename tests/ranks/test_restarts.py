@@ -24,7 +24,7 @@ STEPS = 24  # of a run by torchrun
 
 
 def train(folder: str, end: int, killed_at: int | None = None, compiled: bool = True) -> tuple[int, list[torch.Tensor]]:
-    """The step that this rank resumes after, and the parameters at the end. The last rank dies in a step."""
+    """Return the step that this rank resumes after, and the parameters at the end. The last rank dies in a step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = zinf_fx.offload(training.model(seed=rank), placement="infinity-nvme", collective_timeout=60.0)
     run = torch.compile(model, backend="zinf") if compiled else model
@@ -55,7 +55,7 @@ def attempt(rank: int, port: int, folder: str, end: int, killed_at: int | None) 
 
 
 def test_attempts_in_one_store_resume(tmp_path: Path):
-    """With as many ranks, bit for bit as without any end; and with more and fewer."""
+    """With as many ranks, they resume bit for bit as without any end; and with more and fewer."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     told, _ = on_ranks(2, attempt, port, str(tmp_path / "killed"), 4, 3, killed=[1])
@@ -96,7 +96,7 @@ if rank == 0:
 
 
 def restarted(folder: Path, kills: list[tuple[int, float]]) -> str:
-    """What torchrun prints, where at each attempt a rank is killed after so many seconds."""
+    """Return what torchrun prints, where at each attempt a rank is killed after so many seconds."""
     program = folder.with_suffix(".py")
     program.write_text(PROGRAM)
     store = folder.with_suffix(".store")

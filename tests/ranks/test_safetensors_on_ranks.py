@@ -52,7 +52,7 @@ def test_parts_of_tensor_parallelism_are_exported_and_loaded(tmp_path: Path):
 
 
 def replicated(rank: int, folder: Path) -> str:
-    """What is raised on a rank where nothing of a model is stored, and there is one file of it for all."""
+    """Return what is raised on a rank where nothing of a model is stored, and there is one file of it for all."""
     torch.manual_seed(0)
     whole = torch.compile(DistributedDataParallel(nn.Linear(6, 10)))
     zinf_fx.export_safetensors(whole, folder)
@@ -68,7 +68,7 @@ def test_a_model_that_nothing_is_stored_of_is_exported_once(tmp_path: Path):
 
 
 def one_fails(rank: int, folder: Path) -> list[str]:
-    """What is raised where one rank alone finds something wrong."""
+    """Return what is raised where one rank alone finds something wrong."""
     trained = zinf_fx.offload(model(), placement="infinity-nvme", collective_timeout=SOON)
     errors = []
     (folder / "file").write_text("") if rank == 0 else None
@@ -93,7 +93,7 @@ def test_what_one_rank_finds_is_an_error_on_every_rank(tmp_path: Path):
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes of mapped checkpoints that this process has in memory, and that it has changed."""
+    """Return bytes of mapped checkpoints that this process has in memory, and that it has changed."""
     text = Path("/proc/self/smaps").read_text()
     blocks = re.findall(r"\.safetensors\n((?:[A-Z]\w+: .*\n)+)", text)
     numbers = [dict(re.findall(r"(\w+): +(\d+) kB", block)) for block in blocks]
@@ -101,8 +101,8 @@ def _resident() -> tuple[int, int]:
 
 
 def loaded(rank: int, folder: Path, alike: bool) -> tuple[float, tuple[int, int]]:
-    """The value of a parameter that is assigned in the place of one on the meta device, as transformers does; and what
-    of its file is in memory then."""
+    """Return the value of a parameter that is assigned in the place of one on the meta device, as transformers does;
+    and what of its file is in memory then."""
     name = "file" if alike else f"file{rank}"
     with safetensors.safe_open(folder / f"{name}.safetensors", framework="pt") as file:
         with zinf_fx.offloading(placement="infinity-nvme", collective_timeout=SOON):

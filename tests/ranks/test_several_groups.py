@@ -17,8 +17,8 @@ from zinf_fx.runtime.ranks import Ranks
 
 
 def shared_and_own(ranks: int) -> tuple[nn.Module, nn.Module]:
-    """A layer that all ranks train, and one that so many neighbours do, with their gradients: 1 for every weight of the
-    first, and the number of their group for those of the second."""
+    """Return a layer that all ranks train, and one that so many neighbours do, with their gradients: 1 for every weight
+    of the first, and the number of their group for those of the second."""
     first = dist.get_rank() // ranks * ranks
     group = dist.new_group(range(first, first + ranks), use_local_synchronization=True)
     shared = zinf_fx.offload(nn.Linear(64, 64, bias=False), placement="zero-3")
@@ -28,7 +28,7 @@ def shared_and_own(ranks: int) -> tuple[nn.Module, nn.Module]:
 
 
 def skipped(rank: int) -> bool:
-    """Whether all skip a step for an infinity in the last rank's shard of what they share, which isn't first."""
+    """Return whether all skip a step for an infinity in the last rank's shard of what they share, which isn't first."""
     shared, own = shared_and_own(1)
     optimizer = zinf_fx.optim.SGD([*own.parameters(), *shared.parameters()], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -45,14 +45,14 @@ def test_an_infinity_in_one_shard_concerns_all():
 
 
 def norms(rank: int) -> list[float]:
-    """Of the gradients of both layers, whichever comes first."""
+    """Return norms of the gradients of both layers, whichever comes first."""
     layers = shared_and_own(2)
     gradients = [layer.weight.grad for layer in layers]
     return [torch.nn.utils.get_total_norm(ordered, foreach=True).item() for ordered in (gradients, gradients[::-1])]
 
 
 def known_after_cycles(rank: int) -> list[tuple[int, int]]:
-    """How many ranks and how many threads there are after torch.distributed was initialised again, and again."""
+    """Return how many ranks and how many threads there are after torch.distributed was initialised again, and again."""
     counts, store = [], dist.distributed_c10d._get_default_store()
     for cycle in range(3):
         dist.destroy_process_group()

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def graphs_with_gradients_present(mesh: DeviceMesh) -> bool:
-    """Whether a graph can be compiled while there are gradients, and leaves them as they are."""
+    """Return whether a graph can be compiled while there are gradients, and leaves them as they are."""
     model = zinf_fx.offload(Net(mesh), placement="host")
     run = torch.compile(model, backend="zinf")
     x = torch.ones(2, 16)
@@ -53,7 +53,7 @@ def graphs_with_gradients_present(mesh: DeviceMesh) -> bool:
 
 
 def copies_train(mesh: DeviceMesh) -> bool:
-    """Whether copies of a model train as it does, compiled or not, and it stays as it was."""
+    """Return whether copies of a model train as it does, compiled or not, and it stays as it was."""
     model = zinf_fx.offload(Net(mesh), placement="host")
     copies = [copy.deepcopy(model) for _ in range(3)]
     before = model.up.full_tensor()
@@ -72,7 +72,7 @@ def copies_train(mesh: DeviceMesh) -> bool:
 
 
 def views_from_outside_have_gradients(mesh: DeviceMesh) -> bool:
-    """Whether a gradient comes through a view of a parameter that eager code gives to a graph."""
+    """Return whether a gradient comes through a view of a parameter that eager code gives to a graph."""
     model = zinf_fx.offload(Net(mesh), placement="host")
     product = torch.compile(lambda weight, x: (x @ weight).full_tensor().sum(), backend="zinf")
     x = DTensor.from_local(torch.ones(2, 16), mesh, [Replicate()], run_check=False)
@@ -81,7 +81,7 @@ def views_from_outside_have_gradients(mesh: DeviceMesh) -> bool:
 
 
 def parameters_freeze_and_thaw(mesh: DeviceMesh) -> bool:
-    """Whether what is frozen and unfrozen after offloading gets gradients accordingly, in every graph."""
+    """Return whether what is frozen and unfrozen after offloading gets gradients accordingly, in every graph."""
     model = Net(mesh)
     model.up.requires_grad_(False)
     zinf_fx.offload(model, placement="host")
@@ -96,7 +96,8 @@ def parameters_freeze_and_thaw(mesh: DeviceMesh) -> bool:
 
 
 def other_numbers_are_refused(mesh: DeviceMesh) -> bool:
-    """Whether ranks notice that they call the model with different numbers, where its activations are divided."""
+    """Return whether ranks notice that they call the model with different numbers, where its activations are
+    divided."""
     model = zinf_fx.offload(Net(mesh), placement="host", partition_activations=True)
     run = torch.compile(model, backend="zinf")
     with pytest.raises(RanksError, match="differs"):
@@ -106,7 +107,7 @@ def other_numbers_are_refused(mesh: DeviceMesh) -> bool:
 
 
 def graphs_are_not_asked_for_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a model that was not offloaded is refused, as long as only its graphs tell of ranks."""
+    """Return whether a model that was not offloaded is refused, as long as only its graphs tell of ranks."""
     model = Net(mesh)
     options = {"placement": "host"}
     with pytest.raises(ConfigError, match="which ranks train all of them"):
@@ -118,7 +119,7 @@ def graphs_are_not_asked_for_ranks(mesh: DeviceMesh) -> bool:
 
 
 def models_are_parallelised_as_they_are_built(mesh: DeviceMesh) -> bool:
-    """Whether parameters that left already are divided: by each rank for itself, as it has the same ones."""
+    """Return whether parameters that left already are divided: by each rank for itself, as it has the same ones."""
     torch.manual_seed(0)
     with zinf_fx.offloading(placement="host", process_group=tp.mesh_of(1, 2)["dp"].get_group()):
         layer = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel(), src_data_rank=None)

@@ -56,7 +56,7 @@ def in_a_block(ranks: Ranks) -> None:
 
 
 def ended_by(call: Callable[[], object]) -> tuple[str, str, float]:
-    """The kind of error that ends a call, what it says, and the seconds until then."""
+    """Return the kind of error that ends a call, what it says, and the seconds until then."""
     begun = time.monotonic()
     try:
         call()

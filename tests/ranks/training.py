@@ -80,7 +80,7 @@ def data_parallel(plain: nn.Module) -> nn.Module:
 
 
 def no_sync(run: nn.Module) -> AbstractContextManager:
-    """A context in which backward passes of what `data_parallel` gave only accumulate."""
+    """Return a context in which backward passes of what `data_parallel` gave only accumulate."""
     return run.no_sync() if isinstance(run, nn.parallel.DistributedDataParallel) else nullcontext()
 
 
@@ -89,7 +89,7 @@ def this_rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Return how many ranks there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -205,7 +205,7 @@ def differences(
 
 
 def bytes_sent(model: nn.Module) -> tuple[int, int]:
-    """Bytes that this rank sends in a step of an offloaded model, in the steady state; and those of its plan."""
+    """Return bytes that this rank sends in a step of an offloaded model, in the steady state; and those of its plan."""
     run = torch.compile(model, backend="zinf")
     optimizer = zinf_fx.optim.AdamW(model.parameters(), lr=1e-2)
     counts = []

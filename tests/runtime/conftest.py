@@ -16,7 +16,7 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def values_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many full values of tensors on disk were alive together, noted at every gather."""
+    """Return how many full values of tensors on disk were alive together, noted at every gather."""
     alive: list[StorageWeakRef] = []
     counts: list[int] = []
     value_of = TensorStorage.value

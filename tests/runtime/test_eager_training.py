@@ -205,7 +205,7 @@ def test_gradients_of_gradients(tmp_path, tier: str):
 
 
 def test_a_penalty_on_the_gradients_in_grad(tmp_path, tier: str):
-    """Which stay with their graphs, on the device, until they are cleared; later ones are added to them."""
+    """The gradients stay with their graphs, on the device, until they are cleared; later ones are added to them."""
     penalties = []
     for model in (models := twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), tmp_path, tier)):
         for _ in range(2):
@@ -285,7 +285,7 @@ BETWEEN = {
 @pytest.mark.parametrize("before", BETWEEN.values(), ids=BETWEEN)
 @pytest.mark.parametrize("after", BETWEEN.values(), ids=BETWEEN)
 def test_hooks_run_with_the_gradient(tmp_path, before: Callable, after: Callable):
-    """Whether they were registered before the parameter was stored or after."""
+    """They run whether they were registered before the parameter was stored or after."""
     torch.manual_seed(0)
     models = mlp(2), mlp(2)
     models[1].load_state_dict(models[0].state_dict())

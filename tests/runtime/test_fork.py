@@ -67,7 +67,7 @@ def _backward_runs_in_children() -> bool:
 
 
 def _in_child(action: Callable[[], object]) -> str:
-    """What a forked child that did this says of it: nothing, or the error."""
+    """Return what a forked child that did this says of it: nothing, or the error."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

@@ -16,7 +16,7 @@ from zinf_fx.runtime.watchdog import Process
 
 
 def attempt(store: dist.Store, size: int, order: Sequence[int] | None = None, timeout: float = 20.0) -> list[object]:
-    """What each of so many ranks, which are threads here, finds or raises; they begin in this order."""
+    """Return what each of so many ranks, which are threads here, finds or raises; they begin in this order."""
     results: list[object] = [None] * size
 
     def begin(rank: int) -> None:

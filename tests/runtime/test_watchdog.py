@@ -25,7 +25,8 @@ class Rank:
         self.elsewhere = self.waits.sequence("elsewhere", False)
 
     def look(self, calls: CallSequence) -> str:
-        """What this rank waits for each time it looks; what the other one waits for, where that is a deadlock."""
+        """Return what this rank waits for each time it looks; what the other one waits for, where that is a
+        deadlock."""
         point = WaitPoint(calls.name, calls.number, "x", calls.is_rendezvous, self.waits.numbers())
         if not self.waits.publish(self._store, self._rank, point):
             return "nothing said"
@@ -194,7 +195,7 @@ def watchdog(store: dist.Store) -> Iterator[Watchdog]:
 
 
 def asks(watchdog: Watchdog, store: dist.Store, seconds: float) -> bool:
-    """Whether the watchdog says within so many seconds that this rank waits."""
+    """Return whether the watchdog says within so many seconds that this rank waits."""
     end = time.monotonic() + seconds
     while not store.check(["late"]) and time.monotonic() < end:
         watchdog.ask()

@@ -45,7 +45,7 @@ class Behind(Device):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Behind:
-    """What computes with tensors on the meta device."""
+    """Return what computes with tensors on the meta device."""
     device = Behind()
     monkeypatch.setitem(MAKERS, "meta", lambda _: device)
     return device

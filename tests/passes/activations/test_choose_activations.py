@@ -28,14 +28,14 @@ NEVER = 1e9
 
 
 def part(count: int, seconds: float, name: str, nbytes: int = BYTES) -> PricedSegment:
-    """A segment that saves `count` activations, and begins with one checkpoint of an eighth of that size."""
+    """Return a segment that saves `count` activations, and begins with one checkpoint of an eighth of that size."""
     graph = fx.Graph()
     node = lambda what: graph.placeholder(f"{name}_{what}")  # noqa: E731
     return PricedSegment({node(i): nbytes for i in range(count)}, {node("checkpoint"): nbytes // 8}, seconds)
 
 
 def kept(parts: Sequence[PricedSegment], recomputed: set[int], leaving: set[fx.Node]) -> int:
-    """Bytes that stay, with the largest segment that is computed again, and what comes back together."""
+    """Return bytes that stay, with the largest segment that is computed again, and what comes back together."""
     sizes: dict[fx.Node, int] = {}
     for number, segment in enumerate(parts):
         sizes |= segment.checkpoint if number in recomputed else segment.saved
@@ -96,7 +96,7 @@ def test_the_last_segment_is_never_recomputed() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_choice_of_segments_is_better_by_more_than_one(seed: int) -> None:
-    """Without a tier to go to, the choice is a knapsack of segments; compared with all their subsets."""
+    """Without a tier to go to, the choice is a knapsack of segments; it is compared with all their subsets."""
     draw = random.Random(seed)
     parts = [part(draw.randint(1, 4), draw.uniform(0.1, 2.0), f"p{n}", 1000 * draw.randint(1, 9)) for n in range(8)]
     room = draw.randint(10_000, sum(segment.nbytes for segment in parts))

@@ -167,7 +167,7 @@ class Case(NamedTuple):
         return chain.from_iterable(combinations(range(count), size) for size in range(count + 1))
 
     def saved_and_sizes(self, cuts: Sequence[int]) -> tuple[int, dict[tuple[int, int], int]]:
-        """Bytes that are saved, and those of each segment, by the numbers of its begin and its end."""
+        """Return bytes that are saved, and those of each segment, by the numbers of its begin and its end."""
         at = [0, *(number + 1 for number in cuts), len(self.begins)]
         ends = [*self.begins, self.total]
         nbytes = sum(self.saved[after - 1][before] for before, after in pairwise(at[:-1]))

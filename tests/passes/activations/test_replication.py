@@ -19,7 +19,7 @@ Case = Callable[[Builder, fx.Node, fx.Node, fx.Node], fx.Node]
 
 
 def collective(operation: torch._ops.OpOverload, *arguments: object) -> Case:
-    """Of what differs."""
+    """Return a collective of what differs."""
     return lambda built, x, same, part: built.call(WAIT, built.call(operation, part, *arguments))
 
 

@@ -24,7 +24,7 @@ LOWERING = (SinkGathers(), Regions(), LowerGathers())
 
 
 def lowered(tier: str = "nvme") -> Builder:
-    """A norm, a product, and a dropout of half of what comes of it, which multiplies the other half."""
+    """Return a norm, a product, and a dropout of half of what comes of it, which multiplies the other half."""
     built = Builder("forward", {"norm": (4,), "a": (4, 4)})
     built.knows(tiles={token: built.moved(tile, tier) for token, tile in built.context.tiles.items()})
     x = built.input(2, 3, 4)
@@ -174,7 +174,7 @@ def test_regions_that_compute_with_other_parts_are_equal() -> None:
 
 @pytest.mark.parametrize("pack", [slow(None), "auto"])
 def test_a_deeper_model_has_no_other_regions(pack: str | None) -> None:
-    """Whether each parameter moves by itself, or those of all layers together, in one operator."""
+    """It has none whether each parameter moves by itself, or those of all layers together, in one operator."""
 
     def texts(layers: int) -> set[str]:
         model = nn.Sequential(*(Block(8) for _ in range(layers)), Sum())

@@ -200,7 +200,7 @@ def test_a_gradient_that_aliases_a_tile_is_cloned() -> None:
 
 
 def test_what_leaves_in_many_ways_is_cloned_once() -> None:
-    """As a result, twice, and as the gradient of two tiles: the release comes after the one clone."""
+    """It leaves as a result, twice, and as the gradient of two tiles: the release comes after the one clone."""
     built = Builder("backward", {"a": (4, 4), "b": (4, 4), "c": (4, 4)})
     c = built.gather("c")
     built.returns(c, c, c, c, gradients={0: "a", 1: "b"}, backward=4)
@@ -247,7 +247,7 @@ def test_an_unused_gather_vanishes() -> None:
 
 
 def _views() -> dict[str, object]:
-    """From the value of a tile of shape (4, 4), something that shares its memory."""
+    """Make, from the value of a tile of shape (4, 4), something that shares its memory."""
     return {
         "view of a view": lambda b, w: b.call(aten.view.default, b.call(aten.view.default, w, [16]), [2, 8]),
         "_unsafe_view": lambda b, w: b.call(aten._unsafe_view.default, w, [2, 8]),

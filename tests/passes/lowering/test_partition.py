@@ -63,7 +63,7 @@ def test_a_bias_that_only_forward_uses_has_its_token_in_backward() -> None:
 
 @pytest.mark.parametrize("what", ["gather", "t"])
 def test_a_saved_weight_is_refused(what: str) -> None:
-    """As it would be, were the gathers not tagged."""
+    """A weight would be saved, were the gathers not tagged."""
     module, context, arguments = two_layers().joint
     joint = fx.GraphModule(module, copy_graph(module.graph))
     context = run_passes(joint.graph, context, [KeepActivations(), RecomputeGathers(), ReduceGradients()])

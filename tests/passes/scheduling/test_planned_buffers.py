@@ -192,7 +192,7 @@ def test_explain_says_what_the_arena_is_for() -> None:
 
 
 def test_a_device_with_memory_of_its_own_has_a_region_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what lives there, what is saved for backward, and gradients on their way out."""
+    """The region is beside what lives there, what is saved for backward, and gradients on their way out."""
     monkeypatch.setattr(packs, "IN_HOST_MEMORY", frozenset())
     plan = planned(device_memory=1000 * KIB)
     assert 0 < plan.regions.device < peak_device_bytes(plan) <= 1000 * KIB and over_budget_by(plan) <= 0

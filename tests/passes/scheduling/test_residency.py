@@ -46,7 +46,7 @@ def decided(*graphs: Builder) -> None:
 
 
 def moved(built: Builder) -> list[str]:
-    """The tiles that are fetched, less those found in memory."""
+    """Return the tiles that are fetched, less those found in memory."""
     fetches = nodes_calling(built.graph, ops.fetch)
     return [built.context.tile_of(n).name for n in fetches if not event_of(n).resident]
 

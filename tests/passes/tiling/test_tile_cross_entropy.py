@@ -39,7 +39,7 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
 
 
 def whole_logits(record: Record) -> list[str]:
-    """The nodes of the planned graphs that compute as many values as there are logits."""
+    """Return the nodes of the planned graphs that compute as many values as there are logits."""
     return [
         node.format_node()
         for module, _ in record.planned.values()

@@ -13,7 +13,7 @@ from zinf_fx.runtime.disk import links
 def test_a_name_that_can_not_be_looked_at_for_a_moment_is_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network, or while a directory that was renamed gets its name back."""
+    """It can't be on a network, or while a directory that was renamed gets its name back."""
     data, link = tmp_path / "data", tmp_path / "link"
     data.write_bytes(bytes(4096))
     os.link(data, link)

@@ -48,7 +48,7 @@ def fill(data: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 def reclaim(directory: Path) -> list[Path]:
-    """The scratch directories of dead jobs, which are removed."""
+    """Remove the scratch directories of dead jobs, and return them."""
     return [path for path, stays in survey(directory, remove=True).items() if stays is None]
 
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def training(placement: str, store: Path, layers: int, *faults: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward and backward pass of a model that has taken some steps, and a step of its optimizer. `faults`: of the
-    store, from then on."""
+    """Return a forward and backward pass of a model that has taken some steps, and a step of its optimizer. `faults`:
+    of the store, from then on."""
     torch._dynamo.reset()
     model = zinf_fx.offload(Net(layers=layers), store=store, placement=placement)
     optimizer, call, batch = AdamW(model.parameters()), torch.compile(model, backend="zinf"), x()

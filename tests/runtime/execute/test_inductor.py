@@ -27,7 +27,7 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 def captured(function: Function, *inputs: Tensor) -> fx.GraphModule:
-    """The function as a region's module is."""
+    """Return the function as a region's module is."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     module = make_fx(function)(*(mode.from_tensor(tensor, static_shapes=True) for tensor in inputs))
     output = module.graph.output_node()

@@ -40,8 +40,8 @@ PLACEMENTS = named(("device", "infinity-cpu", "zero-offload", "nvme", "infinity-
 
 
 def hardware(disk: float, download: float) -> Hardware:
-    """With a disk, and a link from the device, that move so many bytes per second. Host memory moves ten times as many
-    as the device's."""
+    """Describe a machine with a disk, and a link from the device, that move so many bytes per second. Host memory moves
+    ten times as many as the device's."""
     described, memory = load("a100"), Memory(1 << 40, RATE, RATE)
     host = Memory(1 << 40, 10 * RATE, 10 * RATE)
     nvme = replace(described.nvme, read=disk, write=disk)

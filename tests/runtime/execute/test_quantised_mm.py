@@ -37,7 +37,7 @@ def test_parts_give_the_same_bits(monkeypatch, shape, name, dtype, threads):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_begin_where_blocks_do(monkeypatch, name):
-    """Also where there is room for 200 columns at a time, and blocks have 32, 64 or 128."""
+    """They do also where there is room for 200 columns at a time, and blocks have 32, 64 or 128."""
     monkeypatch.setattr(workspace, "_AT_A_TIME", 200 * 321 * 2)
     torch.manual_seed(0)
     packed = quantised(torch.randn(321, 1100), name)

@@ -103,7 +103,7 @@ class InFlight:
 
 
 def test_a_storage_may_go_in_a_thread_that_whoever_has_the_lock_waits_for() -> None:
-    """As in that of the optimizer, where the garbage collector runs, while a fetch waits for room."""
+    """It may in that of the optimizer, where the garbage collector runs, while a fetch waits for room."""
     cache, tile, other, storages = TileCache(), InFlight(), InFlight(), [Storage()]
     cache.stay(tile, storages[0])
     thread = threading.Thread(target=storages.clear, daemon=True)
@@ -136,7 +136,7 @@ class Seen(InFlight):
 
 
 def test_a_stage_may_go_while_its_tile_is_fetched() -> None:
-    """In the thread that fetches, where the garbage collector runs. Nobody else holds the tile."""
+    """It goes in the thread that fetches, where the garbage collector runs. Nobody else holds the tile."""
     cache, storage = TileCache(), SimpleNamespace(key=Storage.key, version=0, settled=lambda: None)
     tile, other = (Seen(lambda seen: cache.leave([seen])) for _ in range(2))
     cache._tiles[tile.key] = tile
@@ -150,7 +150,7 @@ def test_a_stage_may_go_while_its_tile_is_fetched() -> None:
 
 @pytest.mark.parametrize("version", [0, 1], ids=["present", "old"])
 def test_what_another_thread_leaves_while_a_tile_is_fetched_goes_at_once(version: int) -> None:
-    """Before a tile is read again, whose place in memory it may have."""
+    """It goes before a tile is read again, whose place in memory it may have."""
 
     def leave(_: Seen) -> None:
         thread = threading.Thread(target=cache.leave, args=([left],), daemon=True)
@@ -178,7 +178,7 @@ class Broken(InFlight):
 
 
 def test_where_one_tile_fails_all_others_are_given_back() -> None:
-    """After an error of the user's, which is the one that is raised."""
+    """They are given back after an error of the user's, which is the one that is raised."""
     schedule = SimpleNamespace(tiles=(), kind="inference")
     run = Run(SimpleNamespace(schedule=schedule, slots=None, moved=(), is_followed=False), [], [])
     run._in_flight = {0: (first := InFlight()), 1: Broken(), 2: (last := InFlight())}

@@ -39,7 +39,7 @@ def batch(number: int) -> Tensor:
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
-    """The windows that are opened early."""
+    """Return the windows that are opened early."""
     read, windows = StoredBytes.prefetch, []
 
     def noted(self: StoredBytes, start: int, count: int, offset: int | None = None) -> Window | None:

@@ -45,7 +45,7 @@ PLACEMENTS = {
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
-    """What stored tensors on the CPU compute on."""
+    """Yield what stored tensors on the CPU compute on."""
     late = install(monkeypatch)
     torch._dynamo.reset()
     yield late

@@ -29,7 +29,7 @@ TOLERANCE = 0.05
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
-    """What stored tensors on the CPU compute on."""
+    """Yield what stored tensors on the CPU compute on."""
     late = install(monkeypatch)
     torch._dynamo.reset()
     yield late

@@ -90,7 +90,7 @@ STATES: dict[str, Callable[[State, Path], State]] = {
 
 
 def groups(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each weight that is one."""
+    """Return the names of each weight that is one."""
     by_memory: dict[int, list[str]] = {}
     for name in NAMES:
         weight = model.get_parameter(name)
@@ -149,7 +149,7 @@ def test_ranks_tie_what_the_first_has_tied(tmp_path: Path):
 
 
 def test_each_step_updates_what_is_tied_once(tmp_path: Path):
-    """With an optimizer that has states: as with the weight loaded in place."""
+    """The optimizer has states: it updates as with the weight loaded in place."""
     models = [stored(tmp_path, 2), stored(tmp_path, 2), tied(2)]
     models[0].load_state_dict(tied(1).state_dict(), assign=True)
     for model in models[1:]:

@@ -42,7 +42,7 @@ def stored(seed: int, store: Path, placement: str, **options: object) -> nn.Para
 
 @contextmanager
 def nothing_gathered() -> Iterator[None]:
-    """A context in which no value of several elements is gathered from a store."""
+    """Run a block in which no value of several elements is gathered from a store."""
     gather = TensorStorage.value
 
     def value(storage: TensorStorage) -> torch.Tensor:
@@ -249,7 +249,7 @@ def save_and_change(rank: int, folder: Path, placement: str, staged: bool) -> No
     [*((1, placement, True) for placement in ("nvme", "host", "device")), (2, "zero-3", False)],
 )
 def test_what_is_saved_in_the_background_is_what_there_was(tmp_path: Path, ranks: int, placement: str, staged: bool):
-    """Also where it is staged in the store."""
+    """It is also where it is staged in the store."""
     on_ranks(ranks, save_and_change, tmp_path, placement, staged)
 
 

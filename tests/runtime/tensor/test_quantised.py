@@ -176,7 +176,7 @@ def test_checkpoints_of_other_classes_of_parameters_are_not_converted(tmp_path, 
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_what_is_quantised_after_offloading_stays(kind):
-    """As a parameter in the place of a stored one, and in a module that takes another's place."""
+    """It stays as a parameter in the place of a stored one, and in a module that takes another's place."""
     model = zinf_fx.offload(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), placement="host")
     plain = quantised(kind)
     with pytest.warns(UserWarning, match=rf"1 frozen .*, {QUANTISED[kind]}, stay .* such as 'weight'"):

@@ -81,7 +81,7 @@ def test_what_others_could_not_be_given_is_not_stored_and_comes_back(storage: Te
 def test_a_follower_may_be_closed_when_a_write_has_found_it(
     storage: TensorStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the training thread, while the optimizer writes in another one: the memory is somebody else's then."""
+    """The training thread closes it, while the optimizer writes in another one: the memory is somebody else's then."""
     follower = storage.settled().window().read_only()
     follower.follow(storage.bytes)
     memory, find = follower.wait(), storage.bytes.allocation.present_followers
