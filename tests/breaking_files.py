@@ -133,7 +133,7 @@ class LosingPower(_Seen):
         self.images += (image for image in self.after() if image not in self.images)
 
     def after(self) -> list[Image]:
-        """What there could be if power failed now."""
+        """Return what there could be if power failed now."""
         images: list[Image] = []
         present = self._present()
         contents = [{}, present, *({inode: content} for inode, content in present.items())]
@@ -165,7 +165,7 @@ class LosingPower(_Seen):
 
     @staticmethod
     def _is_within(name: str, names: dict[str, int]) -> bool:
-        """Whether the directories that a path leads through are there."""
+        """Return whether the directories that a path leads through are there."""
         return all(str(above) in names for above in Path(name).parents[:-1])
 
     def _paths(self) -> list[Path]:

@@ -13,7 +13,7 @@ from zinf_fx.plan.plan import Plan
 
 @contextmanager
 def followed_plans(model: nn.Module) -> Iterator[list[Plan]]:
-    """The plans of the graphs that run in the block, there once it is over."""
+    """Yield the plans of the graphs that run in the block, there once it is over."""
     plans: list[Plan] = []
     with zinf_fx.record(model) as recording:
         yield plans

@@ -10,16 +10,16 @@ from zinf_fx.native.engine import provider_names
 
 
 def slow(*values: object) -> object:
-    """A case that only `-m slow` runs: what it would find, others of its table are likely to find, too."""
+    """Return a case that only `-m slow` runs: what it would find, others of its table are likely to find, too."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def named(names: Iterable[object], of_the_gate: Collection[object]) -> list[object]:
-    """All names of a table, those that are not of the gate as slow ones."""
+    """Return all names of a table, those that are not of the gate as slow ones."""
     return [name if name in of_the_gate else slow(name) for name in names]
 
 
 def providers(names: Iterable[str] = provider_names()) -> list[object]:
-    """The engine's, of which two share the code of others: libaio's calls are aio's, found elsewhere, and those that
-    are buffered have the threads of "threads"."""
+    """Return the engine's providers, of which two share the code of others: libaio's calls are aio's, found elsewhere, and those
+    that are buffered have the threads of "threads"."""
     return named(names, {"aio", "threads"})

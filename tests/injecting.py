@@ -81,12 +81,12 @@ def clear_faults(target: Engine | Store) -> None:
 
 
 def faults_fired(target: Engine | Store) -> int:
-    """How many blocks were hit so far."""
+    """Return how many blocks were hit so far."""
     return sum(lib.zinf_faults_fired(engine) for engine in _engines(target))
 
 
 def _engines(target: Engine | Store) -> Iterator[FFI.CData]:
-    """The engines as the providers that fail know them."""
+    """Yield the engines as the providers that fail know them."""
     engines = [target] if isinstance(target, Engine) else target._resources.engines.values()
     for engine in engines:
         yield ffi.cast("zinf_engine *", int(_engine.ffi.cast("intptr_t", engine._open())))

@@ -23,7 +23,7 @@ class OutOfTime(Exception):
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """A block in which SIGALRM raises `OutOfTime`."""
+    """Run a block in which SIGALRM raises `OutOfTime`."""
 
     def raise_error(number: int, frame: FrameType | None) -> None:
         raise OutOfTime

@@ -72,7 +72,7 @@ def placed(tier: str, states: str = "nvme") -> dict[str, str]:
 
 
 def left(plan: Plan) -> int:
-    """Bytes of the activations that leave."""
+    """Return bytes of the activations that leave."""
     return sum(tile.nbytes for tile in plan.graph("forward").tiles if tile.activation)
 
 
@@ -171,7 +171,7 @@ def test_layers_without_numbers_are_refused() -> None:
 
 
 def settled(model: nn.Module) -> Stats:
-    """The counters once nothing is under way: a step starts reads for the next."""
+    """Return the counters once nothing is under way: a step starts reads for the next."""
     before = None
     while before != (before := zinf_fx.stats(model)):
         time.sleep(0.05)
@@ -323,7 +323,7 @@ by_columns.register_autograd(lambda ctx, grad: grad.clone())
 def test_what_comes_back_is_what_left_however_it_lay(
     tmp_path: Path, build: type[nn.Module], tolerance: float, tier: str
 ) -> None:
-    """To the bit, unless it comes back as its fake lay: sums are then of another order."""
+    """It is to the bit, unless it comes back as its fake lay: sums are then of another order."""
     torch.manual_seed(0)
     plain, x = build(), torch.randn(256, 64)
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement=placed(tier))

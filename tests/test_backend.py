@@ -229,7 +229,7 @@ def test_what_leaves_beside_stored_parameters_has_their_options(tmp_path):
 
 
 def trained_alike(model: torch.nn.Module, call: Callable, plain: torch.nn.Module, *shape: int) -> bool:
-    """Whether gradients are equal in two steps."""
+    """Return whether gradients are equal in two steps."""
     for _ in range(2):
         x = torch.randn(shape)
         for net in (call, plain):

@@ -214,7 +214,7 @@ class Routed(nn.Module):
 
 
 def routed() -> Routed:
-    """With values that training left."""
+    """Return a model with values that training left."""
     model = Routed(3.0)
     with torch.no_grad():
         model.linear.weight.fill_(0.25)
@@ -309,7 +309,7 @@ def test_one_name_of_a_shared_buffer_is_enough(tmp_path: Path):
 
 
 def test_what_is_not_persistent_is_left_alone(tmp_path: Path):
-    """Also where the files have it, as older ones do; on the meta device, it comes from there, or is refused."""
+    """It is also where the files have it, as older ones do; on the meta device, it comes from there, or is refused."""
     state = {name: value.contiguous().clone() for name, value in routed().state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     model = beginning("in memory")

@@ -69,7 +69,7 @@ def trained(model: nn.Module, store: Path, compute: str, placement: str, **optio
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[CompiledRegion]:
-    """All regions that graphs are bound to."""
+    """Return all regions that graphs are bound to."""
     regions: list[CompiledRegion] = []
     original = Capture._regions
 

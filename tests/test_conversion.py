@@ -128,7 +128,8 @@ def test_the_space_of_the_old_values_is_free_right_after_a_conversion(tmp_path: 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_an_ensemble(tmp_path: Path, stored: bool) -> None:
-    """As torch.func's pages make one: a skeleton without values, called with all models' parameters together."""
+    """It is made as torch.func's pages make one: a skeleton without values, called with all models' parameters
+    together."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(3)]
     batch = torch.linspace(-1, 1, 12).view(3, 4)

@@ -50,7 +50,7 @@ def test_a_chart_in_blocks_of_another_height_with_marks():
 
 @pytest.mark.parametrize("glyphs", [ASCII, BLOCKS])
 def test_a_column_is_as_high_as_its_value(glyphs: Glyphs):
-    """To the fraction of a cell that the glyphs can show, and never less."""
+    """It is to the fraction of a cell that the glyphs can show, and never less."""
     levels, rows = len(glyphs.fills), 4
     values = list(range(1, rows * levels + 1))
     columns = bars(Curve(values).draw(glyphs, 200, rows=rows))

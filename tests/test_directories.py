@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[Path]:
-    """A directory with `job` and `else`, the first of which is the working directory."""
+    """Yield a directory with `job` and `else`, the first of which is the working directory."""
     before = os.getcwd()
     for name in ("job/store", "job/other", "else/store", "else/runs"):
         (tmp_path / name).mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_a_working_directory_that_is_gone_is_missed_only_where_it_is_meant(place
 
 
 def test_a_user_without_a_home_needs_none(places: Path, monkeypatch: pytest.MonkeyPatch):
-    """As in a container, for a number that no user has; `/` is what such are given there as well."""
+    """A container may run with a number that no user has; `/` is what such are given there as well."""
 
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")

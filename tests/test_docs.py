@@ -42,7 +42,7 @@ def links(page: Path) -> list[tuple[Path, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
+    """Return what GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -481,7 +481,7 @@ def test_a_step_on_a_round_machine(only):
 
 
 def test_checkpoints_on_disk(only):
-    """With 2 bytes for each parameter, and 12 of states, in a node whose drives write 50 MB per second."""
+    """There are 2 bytes for each parameter, and 12 of states, in a node whose drives write 50 MB per second."""
     only("infinity-cpu", "infinity-nvme")
     day, whole = 86400, 14 * LOADED
     saves = estimate(LOAD, ROUND, preset="infinity-nvme", every=day / 10, kept=4).saves

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Net, Net]:
-    """A plain model, and its twin on disk, in several packs, whose activations stay in memory, or go to disk whatever
-    their size."""
+    """Return a plain model, and its twin on disk, in several packs, whose activations stay in memory, or go to disk
+    whatever their size."""
     monkeypatch.setattr(offload_activations, "SMALLEST", 1)
     torch.manual_seed(0)
     plain = Net()
@@ -300,7 +300,7 @@ def test_parameters_freeze_and_thaw(pair: tuple[Net, Net]) -> None:
 
 
 def test_values_that_change_in_the_store_are_fetched_again(pair: tuple[Net, Net]) -> None:
-    """Also those that were fetched in advance for the next graph."""
+    """Those that were fetched in advance for the next graph are, too."""
     plain, model = pair
     call = torch.compile(model, backend="zinf")
     for _ in range(2):

@@ -81,7 +81,7 @@ def test_a_plan_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch):
 
 
 def executed(compiled: Callable, *inputs: object) -> list[Plan]:
-    """The plans that the backend itself makes when the model runs."""
+    """Return the plans that the backend itself makes when the model runs."""
     made: list[capture.Capture] = []
     original = capture.Capture.__init__
 

@@ -246,7 +246,7 @@ def test_a_model_that_is_built_in_a_block_is_quantised_and_frozen(tmp_path: Path
 
 
 def merged(weight: Tensor, value: Tensor) -> None:
-    """As adapters are merged."""
+    """Merge as adapters are merged."""
     weight.zero_()
     weight.data += value
 
@@ -381,7 +381,7 @@ def save_and_export(rank: int, folder: Path, frozen_dtype: str) -> Contents:
 
 
 def load_both(rank: int, folder: Path, frozen_dtype: str) -> tuple[Contents, Contents]:
-    """What is loaded from the checkpoint, and then from the exported weights."""
+    """Return what is loaded from the checkpoint, and then from the exported weights."""
     model, optimizer = made(1, frozen_dtype)
     zinf_fx.load_checkpoint(folder / "saved", model, optimizer)
     resumed = contents(model)
@@ -409,7 +409,7 @@ def test_a_checkpoint_has_the_bytes_and_exported_weights_the_values(
 
 
 def test_large_values_take_over_the_memory_of_earlier_ones(tmp_path: Path):
-    """So that pages are not taken from the system for each; and none is taken over that somebody still has."""
+    """Pages are then not taken from the system for each; and none is taken over that somebody still has."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024)).requires_grad_(False)
     plain = copy.deepcopy(layers)

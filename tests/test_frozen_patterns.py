@@ -38,7 +38,7 @@ PATTERNS = {
 
 
 def formats(model: nn.Module) -> dict[str, str | None]:
-    """Of frozen matrices that are no tables."""
+    """Return the formats of frozen matrices that are no tables."""
     return {name: parameter.quantised and parameter.quantised.format for name, parameter in base_of(model).items()}
 
 
@@ -103,7 +103,7 @@ def test_patterns_that_are_not_for_the_model_are_refused(tmp_path: Path, how: st
 
 
 def test_tied_names_may_stand_in_patterns(tmp_path: Path):
-    """As those of heads do in a list that is for many models."""
+    """Those of heads do, in a list that is for many models."""
     model = nn.ModuleDict({"table": nn.Embedding(64, 64), "head": nn.Linear(64, 64, bias=False)}).requires_grad_(False)
     model["head"].weight = model["table"].weight
     zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype=WITHOUT_HEAD)

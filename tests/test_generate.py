@@ -68,7 +68,7 @@ MODES: dict[str, dict[str, object]] = {
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans of all graphs that are compiled from now on."""
+    """Return the plans of all graphs that are compiled from now on."""
     plans: list[Plan] = []
     compile_graph = Capture.compile
 
@@ -104,7 +104,7 @@ def _text(model: nn.Module, prompt: Tensor, new: int = NEW, **options: object) -
 
 
 def _is_inference(plan: Plan) -> bool:
-    """Whether a plan has room and traffic for parameters alone."""
+    """Return whether a plan has room and traffic for parameters alone."""
     return [kind for kind, _ in phases(plan)] == ["inference"] and not plan.gradient_buffer and not plan.regions.chunks
 
 

@@ -24,7 +24,7 @@ __all__ = ["pair"]  # a fixture
 
 
 def test_hooks_run_with_the_whole_gradient(pair: tuple[Net, Net]) -> None:
-    """On parameters of graphs that are cut in two, as well: autograd adds the parts up first."""
+    """They do on parameters of graphs that are cut in two, as well: autograd adds the parts up first."""
 
     def break_graph(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -167,7 +167,7 @@ def test_gradients_that_are_returned(tmp_path: Path, options: dict[str, object])
 
 
 def test_gradients_that_are_returned_leave_those_that_are_there(pair: tuple[Net, Net]) -> None:
-    """Also with an optimizer that steps in backward, which is not to take them, and after an error."""
+    """They do also with an optimizer that steps in backward, which is not to take them, and after an error."""
     plain, model = pair
     call = torch.compile(model, backend="zinf")
     batch = x()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def checks(run: torch.nn.Module, batch: torch.Tensor) -> int:
-    """How often a call looks into stored tensors."""
+    """Return how often a call looks into stored tensors."""
     seen = 0
     wanted = StoredTensor.__tensor_flatten__.__code__
 
@@ -44,7 +44,7 @@ def test_each_parameter_is_looked_into_once(tmp_path: Path, placement: str) -> N
 
 
 def test_parameters_that_are_alike_share_what_is_compared(tmp_path: Path) -> None:
-    """And so do the copies of it that Dynamo keeps."""
+    """The copies of it that Dynamo keeps are shared, too."""
     of = [{"placement": "host"}, {"placement": "host"}, {"placement": "nvme"}]
     models = [zinf_fx.offload(Net(), store=tmp_path, **options) for options in of]
     kinds = [[parameter.__tensor_flatten__()[1] for parameter in model.parameters()] for model in models]

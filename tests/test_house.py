@@ -12,7 +12,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def test_modules_that_prose_names_are_where_it_says():
-    """Of `folder.module`, where some folder and some module are called so."""
+    """It names them as `folder.module`, where some folder and some module are called so."""
     modules = [path.relative_to(ROOT).with_suffix("").parts for path in FILES]
     folders, names = {folder for module in modules for folder in module[:-1]}, {module[-1] for module in modules}
     ends = {module[start:] for module in modules for start in range(len(module))}

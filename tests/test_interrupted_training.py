@@ -172,7 +172,8 @@ def test_a_time_limit_in_a_step(tmp_path: Path):
 
 
 def test_an_interrupt_in_a_plain_step(tmp_path: Path):
-    """At some lines of the `step()` of an optimizer of PyTorch that is streamed: it is whole, or didn't begin."""
+    """It strikes at some lines of the `step()` of an optimizer of PyTorch that is streamed: it is whole, or didn't
+    begin."""
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
     model = zinf_fx.offload(copy.deepcopy(plain), store=tmp_path, placement="nvme")
@@ -264,7 +265,8 @@ def interrupt_at_random(store: Path, case: str, seconds: float, seed: int) -> No
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A copy of the package whose engine is built with the compiler's sanitizers, and the environment to run it in."""
+    """Return a copy of the package whose engine is built with the compiler's sanitizers, and the environment to run it
+    in."""
     root = tmp_path_factory.mktemp("sanitized")
     source = Path(zinf_fx.__file__).parents[1]
     shutil.copytree(source / "zinf_fx", root / "zinf_fx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))

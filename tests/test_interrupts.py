@@ -165,7 +165,7 @@ def test_whichever_signal_has_a_handler(sent: signal.Signals):
 
 @pytest.mark.parametrize("block", [held_back, sealed, finalizing])
 def test_handlers_are_in_force_again_whenever_a_signal_comes(limited: object, block: interrupts.Block):
-    """At each line of a block's own code: it comes out once, and nothing is left."""
+    """It comes at each line of a block's own code: it comes out once, and nothing is left."""
     number, going = 1, True
     while going:
 
@@ -186,7 +186,7 @@ def test_handlers_are_in_force_again_whenever_a_signal_comes(limited: object, bl
 
 @pytest.fixture
 def handled():
-    """What a handler of the user's was called with."""
+    """Yield what a handler of the user's was called with."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     yield seen
@@ -238,7 +238,7 @@ def test_other_threads_hold_nothing_back():
 
 @pytest.fixture
 def locked():
-    """A lock that another thread has."""
+    """Yield a lock that another thread has."""
     lock, begun, end = threading.RLock(), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -45,7 +45,7 @@ def limit(group: Path, nbytes: int) -> None:
 
 
 def peak(group: Path) -> int:
-    """The most bytes that the group's processes had."""
+    """Return the most bytes that the group's processes had."""
     return next(int((group / name).read_text()) for name in PEAKS if (group / name).exists())
 
 

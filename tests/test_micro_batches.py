@@ -94,7 +94,7 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loop(model: nn.Module, count: int, *batch: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """What plain PyTorch does: a backward pass for each micro-batch. Returns losses and logits."""
+    """Do what plain PyTorch does: a backward pass for each micro-batch. Return losses and logits."""
     results = []
     for number, part in enumerate(zip(*(tensor.chunk(count) for tensor in batch), strict=True), start=1):
         with nullcontext() if number == count else no_sync(model):
@@ -105,7 +105,7 @@ def loop(model: nn.Module, count: int, *batch: Tensor, scale: float | None = Non
 
 
 def twin_of(plain: nn.Module, store: Path | None, **options: Any) -> tuple[nn.Module, Callable[..., Any]]:
-    """A copy that is stored, and that compiled. `store`: None for the default one."""
+    """Return a copy that is stored, and that compiled. `store`: None for the default one."""
     placement = options.pop("placement", "nvme")
     twin = zinf_fx.offload(copy.deepcopy(plain), store=store, placement=placement)
     return twin, torch.compile(twin, backend="zinf", dynamic=True, options=options)
@@ -199,7 +199,7 @@ def test_two_ranks_send_as_much_as_with_one_micro_batch(group: object, tied: boo
 
 @cache
 def planned_in_groups(group: object, activations: object) -> Plan:
-    """Of four layers and four micro-batches."""
+    """Plan four layers and four micro-batches."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, hidden=64, heads=2, context=32, vocabulary=WORDS, tied=False))
     options = {"micro_batches": 4, "micro_batch_group": group, "activations": activations, "pack": None}
@@ -312,7 +312,7 @@ class Means(nn.Linear):
 def test_which_size_is_the_batch(
     shapes: list, micro_batches: object, marked: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside a tensor that has one row, which may be a sample, or for all samples."""
+    """It stands beside a tensor that has one row, which may be a sample, or for all samples."""
     sizes = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -508,7 +508,7 @@ def test_random_numbers_by_layout(tmp_path: Path) -> None:
 
 
 def test_parameters_and_gradients_move_once(tmp_path: Path) -> None:
-    """As planned, and as measured."""
+    """They do as planned, and as measured."""
     torch.manual_seed(0)
     model, batch = Model(), tokens(2)
     plans, moved = {}, {}

@@ -40,7 +40,7 @@ def one_step(model: nn.Module, call: Callable, optimizer: torch.optim.Optimizer,
 
 
 def twins(tmp_path: Path, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A plain model, and its twin whose small parameters lie side by side on disk."""
+    """Return a plain model, and its twin whose small parameters lie side by side on disk."""
     torch.manual_seed(0)
     plain = model
     if plain is None:
@@ -230,7 +230,8 @@ class Side:
 
 
 def accumulated(options: dict[str, Any] | None, batches: Sequence) -> Side:
-    """With and without synchronisation; one gradient is dropped in between, so that its pack arrives in parts."""
+    """Accumulate with and without synchronisation; one gradient is dropped in between, so that its pack arrives in
+    parts."""
     side = Side(options)
     side.train(batches, accumulate=True)
     side.run(*batches[0]).backward()
@@ -251,8 +252,8 @@ def partly_frozen(options: dict[str, Any] | None, batches: Sequence) -> Side:
 
 
 def built_and_loaded(options: dict[str, Any] | None, batches: Sequence) -> Side:
-    """A model that is built piece by piece, whose parameters don't lie side by side, and takes over another one's
-    states from a file."""
+    """Return a model that is built piece by piece, whose parameters don't lie side by side, and takes over another
+    one's states from a file."""
     first = Side(options)
     first.train(batches)
     with nullcontext() if options is None else zinf_fx.offloading(**options):
@@ -317,7 +318,7 @@ def test_clipped_gradients(tmp_path: Path) -> None:
 
 
 def test_low_precision_parameters_have_masters_side_by_side(tmp_path: Path) -> None:
-    """As parameters that move by themselves, with states of low precision too."""
+    """They have them as parameters that move by themselves, with states of low precision too."""
     torch.manual_seed(0)
     net = Net().to(torch.bfloat16)
     losses: dict[object, list[Tensor]] = {}
@@ -428,7 +429,7 @@ def test_a_plan_with_packs_is_exported_and_followed(tmp_path: Path, size: int) -
 
 
 def test_counts_that_are_copied_for_the_update_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where they were loaded to the device, and the CPU updates."""
+    """They were loaded to the device, say, and the CPU updates."""
     monkeypatch.setattr("zinf_fx.optim.chunks.moved", lambda value, place: value.clone())
     plain, model = twins(tmp_path)
     theirs, ours = optimizers(plain, model)

@@ -245,7 +245,7 @@ def test_modules_without_code_have_it_when_they_are_called() -> None:
 
 @pytest.fixture(scope="module")
 def captured() -> SimpleNamespace:
-    """What capture.py sees of a step: Dynamo's graph, the joint graph, and what the partitioner is told."""
+    """Return what capture.py sees of a step: Dynamo's graph, the joint graph, and what the partitioner is told."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -458,7 +458,7 @@ def test_inputs_that_overlap_are_refused_in_these_words() -> None:
 
 
 def _find(path: str, user: str) -> Any:
-    """What `path` names, however much of it is a module."""
+    """Return what `path` names, however much of it is a module."""
     parts = path.split(".")
     value = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):

@@ -67,7 +67,8 @@ def spread(scales: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def published(tensors: dict[str, Tensor], how: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The files of a model whose weights `how` names are published in these ways; and the values that they have."""
+    """Return the files of a model whose weights `how` names are published in these ways; and the values that they
+    have."""
     files, values = dict(tensors), dict(tensors)
     for name, way in how.items():
         weight = files.pop(name)
@@ -321,7 +322,7 @@ def test_a_base_in_another_format_than_asked_for_is_refused(tmp_path: Path):
 
 
 def test_values_without_any_scales_are_rounded_values(tmp_path: Path):
-    """As some image models are published: cast, and nothing else."""
+    """Some image models are published so: cast, and nothing else."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)
     save_file({"weight": layer.weight.detach().to(E4M3)}, tmp_path / "model.safetensors")

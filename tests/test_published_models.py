@@ -52,7 +52,7 @@ def experts() -> tuple[transformers.PretrainedConfig, dict[str, str], dict]:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With those of experts one by one."""
+    """Return the tensors with those of experts one by one."""
     by_expert = {}
     for name, tensor in tensors.items():
         stem, _, own = name.rpartition(".")

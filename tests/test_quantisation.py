@@ -85,7 +85,7 @@ def test_values_come_back_within_half_a_step(name, shape):
 
 
 def test_the_values_of_each_code_of_nf4():
-    """By hand: the table has 16 values, and the high half of a byte is the first value."""
+    """They are worked out by hand: the table has 16 values, and the high half of a byte is the first value."""
     packed = torch.zeros(1, 36, dtype=torch.uint8)
     packed[0, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF], dtype=torch.uint8)
     packed[0, 32:].view(torch.float32).fill_(2.0)
@@ -101,7 +101,8 @@ def test_the_values_of_each_code_of_nf4():
 
 
 def test_the_values_of_each_code_of_mxfp4():
-    """By hand, from OCP Microscaling Formats, sections 5.3.3 and 5.4.1: E2M1, and an exponent with a bias of 127."""
+    """They are worked out by hand, from OCP Microscaling Formats, sections 5.3.3 and 5.4.1: E2M1, and an exponent with
+    a bias of 127."""
     packed = torch.zeros(3, 17, dtype=torch.uint8)
     packed[:, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF], dtype=torch.uint8)
     packed[:, 16] = torch.tensor([129, 0, 255], dtype=torch.uint8)
@@ -114,7 +115,8 @@ def test_the_values_of_each_code_of_mxfp4():
 
 
 def test_values_between_two_codes_of_mxfp4_become_the_even_one():
-    """By hand: the scale of a block is the power of two of its largest magnitude, over that of 4."""
+    """They are worked out by hand: the scale of a block is the power of two of its largest magnitude, over that of
+    4."""
     value = torch.zeros(2, 32)
     value[0, :9] = torch.tensor([4.0, 0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5.0, 7.9])
     value[1, :3] = torch.tensor([1.0, 0.7, 1.99])
@@ -170,7 +172,7 @@ def test_values_that_no_format_has_are_refused(name, bad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_native_values_are_those_of_torch(name, dtype, shape, threads):
-    """Which run on other devices, and for other dtypes."""
+    """Those of torch run on other devices, and for other dtypes."""
     torch.manual_seed(0)
     packed, before = quantised(torch.randn(shape), name), torch.get_num_threads()
     torch.set_num_threads(threads)

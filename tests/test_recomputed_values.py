@@ -255,7 +255,7 @@ def _assert_equal(plain: nn.Module, model: nn.Module, passes: int) -> None:
 
 
 def layers(build: Callable[[], nn.Module]) -> nn.Module:
-    """As many as have one that is recomputed."""
+    """Return as many layers as have one that is recomputed."""
     torch.manual_seed(0)
     return nn.Sequential(*(build() for _ in range(3)))
 

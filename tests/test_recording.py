@@ -75,8 +75,8 @@ class Training:
         return recording
 
     def recorded_in_turn(self, steps: int) -> Recording:
-        """Of steps that end before the next begins: from one in the background, the next forward takes what is on its
-        way to the store, and reads less."""
+        """Record steps that end before the next begins: from one in the background, the next forward takes what is on
+        its way to the store, and reads less."""
 
         def step() -> None:
             self.step()
@@ -98,7 +98,7 @@ class Training:
         return next(self.stored.parameters()).stored.shard.ranks
 
     def moved(self) -> tuple[int, int, int]:
-        """Bytes read, written, and sent to other ranks so far, once nothing is under way."""
+        """Return bytes read, written, and sent to other ranks so far, once nothing is under way."""
         self.optimizer.finish()
         store = next(self.stored.parameters()).stored.tiers.store
         before = None

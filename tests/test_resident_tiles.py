@@ -74,7 +74,7 @@ def train(call: Callable, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 
 def settled(model: nn.Module) -> Stats:
-    """The counters once nothing is under way: a step starts reads for the next."""
+    """Return the counters once nothing is under way: a step starts reads for the next."""
     before = None
     while before != (before := zinf_fx.stats(model)):
         time.sleep(0.05)
@@ -82,7 +82,7 @@ def settled(model: nn.Module) -> Stats:
 
 
 def bytes_per_step(model: nn.Module, steps: int = 4) -> tuple[float, float, Plan]:
-    """Bytes that a step reads and writes, once the order of graphs is known; and the plan."""
+    """Return bytes that a step reads and writes, once the order of graphs is known; and the plan."""
     compiled = torch.compile(model, backend="zinf")
     optimizer = optimizer_of(model)
     with followed_plans(model) as plans:

@@ -30,7 +30,7 @@ def model() -> nn.Module:
 
 
 def settled(compiled: nn.Module) -> Stats:
-    """The counters once nothing is under way: a step starts reads for the next."""
+    """Return the counters once nothing is under way: a step starts reads for the next."""
     before = None
     while before != (before := zinf_fx.stats(compiled)):
         time.sleep(0.05)

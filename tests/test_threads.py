@@ -50,7 +50,7 @@ def nobody_inside() -> Iterator[None]:
 
 
 def together(*actions: Callable[[], object]) -> list[object]:
-    """What the actions return, each run in a thread of its own. Raises what the first raised that did."""
+    """Return what the actions return, each run in a thread of its own. Raises what the first raised that did."""
     results: list[object] = [None] * len(actions)
     failures: list[BaseException] = []
     start = threading.Barrier(len(actions))

@@ -31,7 +31,7 @@ def texts(count: int = 16) -> list[dict[str, torch.Tensor]]:
 
 
 def as_by_torchrun(rank: int, ranks: int) -> None:
-    """What torchrun says to one of several ranks."""
+    """Set what torchrun says to one of several ranks."""
     if ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")

@@ -45,12 +45,12 @@ def pair(tmp_path: Path) -> tuple[Net, Net]:
 
 
 def python_calls(function: Callable[[], object]) -> int:
-    """How many Python functions are called."""
+    """Return how many Python functions are called."""
     return sum(python_calls_by_name(function).values())
 
 
 def python_calls_by_name(function: Callable[[], object]) -> Counter[str]:
-    """How often each Python function is called."""
+    """Return how often each Python function is called."""
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: object) -> None:
