@@ -20,6 +20,6 @@ def named(names: Iterable[object], of_the_gate: Collection[object]) -> list[obje
 
 
 def providers(names: Iterable[str] = provider_names()) -> list[object]:
-    """Return the engine's providers, of which two share the code of others: libaio's calls are aio's, found elsewhere, and those
-    that are buffered have the threads of "threads"."""
+    """Return the engine's providers, of which two share the code of others: libaio's calls are aio's, found elsewhere,
+    and those that are buffered have the threads of "threads"."""
     return named(names, {"aio", "threads"})
