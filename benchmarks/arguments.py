@@ -21,7 +21,7 @@ def check(options: argparse.ArgumentParser, args: argparse.Namespace, *names: st
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """A block in which PyTorch computes with so many threads."""
+    """Open a block in which PyTorch computes with so many threads."""
     import torch  # here: some programs whose arguments these are leave it, and its memory, to their workers
 
     before = torch.get_num_threads()
@@ -39,8 +39,8 @@ def add_gpt(
     hidden: int = 1024,
     heads: int = 16,
 ) -> None:
-    """The shape of a GPT: by default so many layers, their size, attention heads, and bytes of text in a sequence.
-    Those of 303 M parameters are the defaults."""
+    """Add options for the shape of a GPT: layers, their size, attention heads, and bytes of text in a sequence. By
+    default it has 303 M parameters."""
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--hidden", type=int, default=hidden)
     parser.add_argument("--heads", type=int, default=heads)

@@ -66,8 +66,8 @@ Rounds = Sequence[dict[str, dict]]
 
 
 def rate_of_copies(folder: Path, nbytes: int = 2 << 30) -> float:
-    """Bytes per second that the engine reads and writes together, when it copies a file to a new one: as a save does,
-    once there is one that it replaces. Many file systems overwrite faster than they write what is new."""
+    """Return the bytes per second that the engine reads and writes together, when it copies a file to a new one: as a
+    save does, once there is one that it replaces. Many file systems overwrite faster than they write what is new."""
     paths = [folder / name for name in ("old", "new")]
     memory = aligned_empty(2 * DEPTH * BLOCK).random_(0, 256).split(BLOCK)
     for path in paths:

@@ -30,7 +30,7 @@ def installed() -> bool:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of a process that is the one rank, and computes with so many threads."""
+    """Return the environment of a process that is the only rank, and computes with so many threads."""
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # PyTorch's, one for each collective
     return os.environ | RANK | quiet | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
 
@@ -38,7 +38,7 @@ def environment(threads: int) -> dict[str, str]:
 def configuration(
     store: str, bf16: bool, options: dict[str, Any], accumulate: int = 1, live: int = 1_000_000_000
 ) -> dict[str, Any]:
-    """What DeepSpeed is given.
+    """Return what DeepSpeed is given.
 
     Args:
         store: directory of the parameters and states.
@@ -86,13 +86,13 @@ class Worker:
         self._connection.send(request)
 
     def ask(self, question: object) -> Any:
-        """What is answered."""
+        """Ask, and return the answer."""
         with contextlib.suppress(BrokenPipeError):  # as is seen in a moment
             self._connection.send(question)
         return self.answer()
 
     def answer(self) -> Any:
-        """The next one. Raises: RuntimeError: the process ended; with what it said."""
+        """Return the next answer. Raises: RuntimeError where the process ended, with what it said."""
         try:
             return self._connection.recv()
         except (EOFError, ConnectionResetError):
@@ -110,6 +110,6 @@ class Worker:
 
 
 def asked() -> tuple[Connection, dict[str, Any]]:
-    """A worker's connection, and what it received to begin with."""
+    """Return a worker's connection, and what it received to begin with."""
     connection = Connection(int(sys.argv[1]))
     return connection, connection.recv()

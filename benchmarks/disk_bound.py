@@ -99,8 +99,8 @@ class Subject:
         self._optimizer.finish()
 
     def recorded(self) -> dict[str, dict[str, float]]:
-        """Where a step's time goes: by phase, seconds of what the training thread does, and with nothing under way to
-        or from the disk."""
+        """Return where a step's time goes: by phase, seconds of what the training thread does, and with nothing under
+        way to or from the disk."""
         self._step()
         with zinf_fx.record(self.model) as recording:
             began = RECORDER.log.began
@@ -134,8 +134,8 @@ def seconds_without_processor() -> float:
 
 
 def shares_of(recording: Recording, start: float, end: float) -> dict[str, float]:
-    """Seconds between two moments of a recording, by what the training thread does and, of those, idle ones of the
-    disk."""
+    """Return the seconds between two moments of a recording, by what the training thread does and, of those, idle ones
+    of the disk."""
     kinds = {
         "computes": ("forward", "backward"),
         "updates": ("update",),
@@ -157,7 +157,7 @@ def shares_of(recording: Recording, start: float, end: float) -> dict[str, float
 
 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
-    """A row for each mode."""
+    """Return a row for each mode."""
     config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=args.heads, context=args.context)
     batch = example_batch(config, args.batch)
     in_memory = plain(config, torch.bfloat16, torch.device("cpu"), compiled=False)
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, store: str) -> list[dict]:
 
 
 def row(mode: str, subject: Subject, rounds: Sequence[dict[str, float]]) -> dict:
-    """What is printed of a mode. Ratios are taken within each round."""
+    """Return what is printed of a mode. Ratios are taken within each round."""
     return {
         "mode": mode,
         "parameters": sum(p.numel() for p in subject.model.parameters()),
@@ -231,7 +231,7 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def where(rows: Sequence[dict]) -> str:
-    """Of one recorded step of each mode."""
+    """Return the table of one recorded step of each mode."""
     headers = ["mode", "phase", "seconds", "computes", "updates", "waits for\nthe disk", "else", "the queue\nis empty"]
     cells = []
     for r in rows:

@@ -40,7 +40,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded(tiers: Tiers) -> Iterator[Recording]:
-    """What happens in the block. (The arena's own peak is that of the whole job, construction included.)"""
+    """Record what happens in the block. (The arena's own peak is that of the whole job, construction included.)"""
     store, arena, recording = tiers.store, tiers.host, Recording([])
     allocate_of_arena = arena.allocate
 

@@ -35,7 +35,7 @@ HEADERS = ("base", "s/step", "/ memory", "limit / step", "read, planned", "count
 
 
 def rows(rounds: Sequence[dict[str, dict]], rate: float) -> list[list[str]]:
-    """`rate`: at which the engine reads, bytes per second."""
+    """Return the rows of the table. `rate`: the bytes per second at which the engine reads."""
     table = []
     for base in rounds[0]:
         answers = [by_base[base] for by_base in rounds]

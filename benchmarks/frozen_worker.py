@@ -34,7 +34,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model: nn.Module, rank: int) -> nn.Module:
-    """The model, all of it frozen, with adapters beside the linear layers of its blocks."""
+    """Return the model, all of it frozen, with adapters beside the linear layers of its blocks."""
     model.requires_grad_(False)
     for block in model.blocks:
         for part in (block.attention, block.mlp):

@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def planned(model: LlamaForCausalLM, batch: int) -> tuple[Plan, Compute]:
-    """The plan of a call with a token of each text, and the seconds of its operators on this machine."""
+    """Return the plan of a call with a token of each text, and the seconds of its operators on this machine."""
     token = torch.zeros(batch, 1, dtype=torch.int64)
     with torch.no_grad():
         planning = plan_model(model, {"input_ids": token, "use_cache": False}, timed=True)

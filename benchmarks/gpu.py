@@ -126,7 +126,7 @@ class Training:
         return nullcontext()
 
     def _prepare(self) -> None:
-        """What computes the loss, and the optimizer."""
+        """Return what computes the loss, and the optimizer."""
         self._loss = torch.compile(self.model)
         if self._args.optimizer != "none":
             self._optimizer = adamw(self.model.parameters(), self._dtype, **OPTIONS)
@@ -147,7 +147,7 @@ class Training:
         return loss
 
     def step(self) -> tuple[float, float, float, Tensor]:
-        """Seconds of forward, backward and all; and the loss."""
+        """Take a step. Returns the seconds of forward, backward and all; and the loss."""
         begin = time.perf_counter()
         loss = self._forward()
         finish(self._device)
@@ -160,7 +160,7 @@ class Training:
         return after_forward - begin, after_backward - after_forward, time.perf_counter() - begin, loss.detach()
 
     def in_a_row(self, steps: int) -> tuple[float, Tensor]:
-        """Seconds per step of so many, which are waited for together; and the last loss."""
+        """Take so many steps, which are waited for together. Returns the seconds per step, and the last loss."""
         begin = time.perf_counter()
         for _ in range(steps):
             loss = self._forward()
@@ -208,7 +208,7 @@ class Offloaded(Training):
 
 
 def with_states_on_nvme(placement: Placement, model: nn.Module, share: float) -> dict[str, object]:
-    """A placement with the optimizer's states of the first parameters, this share of all elements, on NVMe."""
+    """Return a placement with the optimizer's states of the first parameters, this share of all elements, on NVMe."""
     left = share * sum(parameter.numel() for parameter in model.parameters())
     tiers: dict[str, Tier] = {}
     for name, parameter in model.named_parameters():

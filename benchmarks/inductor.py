@@ -82,7 +82,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def largest_error(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Relative to the largest element of each tensor."""
+    """Return the largest error, relative to the largest element of each tensor."""
     pairs = zip(computed, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
 

@@ -106,7 +106,7 @@ def contenders(args: argparse.Namespace, nbytes: int, undo: contextlib.ExitStack
 def medians(
     field: list[Contender], directions: Sequence[Operation], rounds: int, quiet: bool
 ) -> dict[tuple[str, Operation], float]:
-    """Bytes per second by contender's name and direction; all take turns."""
+    """Return the median bytes per second by contender's name and direction; all take turns."""
     measured: dict[tuple[str, Operation], list[float]] = defaultdict(list)
     with tqdm(total=rounds * len(directions) * len(field), unit="run", disable=quiet or None) as bar:
         for turn in range(rounds):
@@ -120,7 +120,7 @@ def medians(
 
 
 def measure(args: argparse.Namespace, nbytes: int) -> tuple[list[dict], list[dict]]:
-    """Rows of the heats, and of the finals."""
+    """Return the rows of the heats, and of the finals."""
     with contextlib.ExitStack() as undo:
         undo.enter_context(reserved_huge_pages(args.reserve_huge_pages))
         field = list(contenders(args, nbytes, undo))

@@ -1,5 +1,5 @@
-"""A CUDA device without one: its kernels and copies take the time that a description says, and its queue has the time
-at which the program launched each.
+"""Stand in for a CUDA device: kernels and copies take the time that a description says, and the queue notes when the
+program launched each.
 
 Tensors of the device are tensors of the CPU that nobody computes: their memory is never touched, so a model may be far
 larger than this machine. The program is the one that runs on a GPU: the runtime's `Cuda`, over streams and events that

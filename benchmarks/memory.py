@@ -44,7 +44,7 @@ _HEAD = 64  # hidden sizes are multiples of an attention head's
 
 
 def activations(args: argparse.Namespace) -> Iterator[list[str]]:
-    """A row per policy: peak resident memory, seconds per step, and the first policy's beside them."""
+    """Return a row per policy: peak resident memory, seconds per step, and the first policy's beside them."""
     first: dict | None = None
     for policy, options in POLICIES.items():
         offloading = {"placement": "nvme", "chunk": args.chunk, **options}
@@ -69,7 +69,7 @@ def activations(args: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def largest_hidden(factor: int, budget: int, dtype: torch.dtype) -> int:
-    """The largest hidden size with which a layer trains within `budget` bytes; 0: none."""
+    """Return the largest hidden size with which a layer trains within `budget` bytes; 0: none."""
     lower, upper = 0, 1
     while fits(upper * _HEAD, factor, budget, dtype):
         lower, upper = upper, 2 * upper

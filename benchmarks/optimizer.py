@@ -63,7 +63,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
-    """The row of a streamed optimizer and its limit, taking turns."""
+    """Return the row of a streamed optimizer and its limit, taking turns."""
     with zinf_fx.offloading(store=store, placement="nvme"):
         model = torch.nn.ParameterList(map(torch.nn.Parameter, parameters_like_a_model(count, dtype)))
     optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **OPTIONS)  # all of it is timed
@@ -100,7 +100,7 @@ def streamed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm
 
 
 def in_memory(count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
-    """The row of torch.optim.AdamW(fused=True), with fp32 masters for low-precision parameters."""
+    """Return the row of torch.optim.AdamW(fused=True), with fp32 masters for low-precision parameters."""
     parameters = list(parameters_like_a_model(count, dtype))
     optimizer = adamw(parameters, dtype, **OPTIONS)
     for parameter in parameters:
@@ -115,7 +115,7 @@ def in_memory(count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
 
 
 def deepspeed(store: Path, count: int, dtype: torch.dtype, rounds: int, bar: tqdm) -> dict:
-    """The row of DeepSpeed's ZeRO-3 optimizer with its NVMe swapper, in a process of its own."""
+    """Return the row of DeepSpeed's ZeRO-3 optimizer with its NVMe swapper, in a process of its own."""
     request = {"store": str(store), "count": count, "dtype": str(dtype).removeprefix("torch."), "rounds": rounds}
     bar.set_description(f"{count / 1e6:g} M {dtype} DeepSpeed")
     with contextlib.closing(deepspeed_nvme.Worker(DEEPSPEED, request, torch.get_num_threads())) as worker:
@@ -167,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """The rows. Each has a store of its own below `args.store`, which is removed."""
+    """Return the rows. Each has a store of its own below `args.store`, which is removed."""
     with_deepspeed = deepspeed_nvme.installed()
     rows = []
     runs = len(args.dtypes) * len(args.parameters) * (3 + with_deepspeed) * args.rounds

@@ -27,7 +27,7 @@ class Holder(torch.nn.Module):
 
 
 def measure(request: dict) -> list[float]:
-    """Seconds of each step after the first."""
+    """Return the seconds of each step after the first."""
     dtype = getattr(torch, request["dtype"])
     config = configuration(request["store"], dtype == torch.bfloat16, OPTIONS)
     deepspeed.init_distributed(dist_backend="gloo")

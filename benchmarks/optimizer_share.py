@@ -48,7 +48,7 @@ class Training:
         self._optimizer = zinf_fx.optim.AdamW(self.model.parameters(), **MODES[mode], **OPTIONS)
 
     def steps(self, mode: str, count: int) -> float:
-        """Seconds per step, of `count` in a row, in the steady state: the first one comes before them."""
+        """Return the seconds per step, of `count` in a row, in the steady state: the first one comes before them."""
         self._step(mode)
         start = time.perf_counter()
         for _ in range(count):
@@ -68,7 +68,7 @@ class Training:
 
 
 def in_memory(config: GPTConfig, batch: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
-    """Seconds of a step of plain PyTorch, and of its optimizer: medians of `count` after one."""
+    """Return the seconds of a step of plain PyTorch, and of its optimizer: medians of `count` after one."""
     variant = plain(config, torch.bfloat16, torch.device("cpu"), compiled=False)
     steps = [timed_step(variant, batch, clip=None) for _ in range(count + 1)][1:]
     return median(step["step"] for step in steps), median(step["optimizer"] for step in steps)

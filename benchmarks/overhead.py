@@ -120,7 +120,7 @@ class Variant:
         self.step()
 
     def step(self) -> dict[str, float]:
-        """Seconds of each part of a step."""
+        """Take a step. Returns the seconds of each of its parts."""
         marks = [time.perf_counter()]
         loss = self.loss(*self.batch)
         if isinstance(self.model, GPT):
@@ -134,7 +134,8 @@ class Variant:
         return {part: end - begin for part, (begin, end) in zip(PARTS, pairwise(marks), strict=True)}
 
     def finish(self) -> float:
-        """Seconds for what of the last step still goes on, which would else go on in another variant's."""
+        """Wait for what of the last step still goes on, which would else go on in another variant's. Returns the
+        seconds."""
         started = time.perf_counter()
         if self.name not in IN_MEMORY:
             self.optimizer.finish()

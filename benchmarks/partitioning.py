@@ -72,7 +72,7 @@ def bring(tiles: Sequence[tuple[StoredTile, Tile]]) -> None:
 
 
 def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTile, Tile]]:
-    """What moves: parameters that lie side by side as one pack, the others by themselves."""
+    """Return the tiles that move: parameters that lie side by side as one pack, the others by themselves."""
     allocations: dict[Allocation, list[tuple[TensorStorage, Tile]]] = {}
     for parameter in parameters:
         storage, ranks = parameter.stored, parameter.stored.shard.ranks.shards
@@ -90,7 +90,7 @@ def tiles_of(parameters: Sequence[zinf_fx.StoredTensor]) -> list[tuple[StoredTil
 def measure(
     store: Path, ways: Mapping[str, Mapping[str, object]], parameters: int, nbytes: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each way, in turns, on this rank among all."""
+    """Return the seconds of each way, in turns, on this rank among all."""
     numel, dtype = nbytes // 2, torch.bfloat16
     models: dict[str, torch.nn.ParameterList] = {}
     for way, options in ways.items():
@@ -111,7 +111,7 @@ def measure(
 
 
 def on_rank(args: argparse.Namespace) -> None:
-    """What torchrun runs: rank 0 prints."""
+    """Measure on a rank that torchrun started; rank 0 prints."""
     dist.init_process_group("gloo")
     stores = args.stores
     try:
@@ -125,7 +125,7 @@ def on_rank(args: argparse.Namespace) -> None:
 
 
 def launch(size: int, args: argparse.Namespace, stores: Sequence[Path]) -> dict[str, list[float]]:
-    """The seconds that `size` ranks measured."""
+    """Return the seconds that `size` ranks measured."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), __file__, "--on-rank"]
     command += ["--parameters", str(args.parameters), "--mib", str(args.mib), "--rounds", str(args.rounds)]
     command += ["--small", str(args.small)]

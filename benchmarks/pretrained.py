@@ -28,7 +28,7 @@ _HEAD = 128
 
 
 def run(request: dict) -> list[dict]:
-    """The answer of each rank."""
+    """Return the answer of each rank."""
     ranks = request.get("ranks", 1)
     with tempfile.TemporaryDirectory() as meeting:
         request = {**request, "meeting": f"{meeting}/file"}

@@ -26,7 +26,7 @@ TOKENS = torch.arange(3, 19).view(1, 16)
 
 
 def make(request: dict) -> dict:
-    """A random Llama in `folder`."""
+    """Make a random Llama in `folder`."""
     torch.manual_seed(0)
     config = LlamaConfig(**request["shape"], max_position_embeddings=256)
     torch.set_default_dtype(torch.bfloat16)
@@ -51,7 +51,7 @@ def plain(request: dict) -> dict:
 
 
 def zinf(request: dict) -> dict:
-    """The same into the store; train, and write the weights."""
+    """Read the same checkpoint into the store; train, and write the weights."""
     answer: dict = {}
     options = {"store": request["store"], "placement": "infinity-nvme"}
 

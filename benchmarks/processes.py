@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def answer_of(name: str, *command: str | Path, environment: Mapping[str, str] | None = None) -> dict:
-    """The JSON that a Python program prints as its last line: `command` is what it is started with. Where it fails,
-    this program ends too, with what that one called `name` complained of."""
+    """Run a Python program with the arguments `command`, and return the JSON that it prints as its last line. Where it
+    fails, this program ends too, with the complaints of the other, which it calls `name`."""
     whole = [sys.executable, *map(str, command)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # Not subprocess.run: after Ctrl-C it kills the process at once, before that has removed its scratch store.

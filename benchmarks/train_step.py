@@ -36,12 +36,12 @@ WORKER = Path(__file__).with_name("train_step_variant.py")
 
 
 def run_variant(request: dict) -> dict:
-    """What ``train_step_variant.measure`` returns, from a fresh process."""
+    """Return what ``train_step_variant.measure`` returns, from a fresh process."""
     return answer_of(f"variant {request['variant']}", WORKER, json.dumps(request))
 
 
 def run_rounds(requests: Sequence[dict], repeats: int) -> list[dict[str, dict]]:
-    """``repeats`` rounds, each ``{variant: result}``; every other round runs in the opposite order."""
+    """Return ``repeats`` rounds, each ``{variant: result}``; every other round runs in the opposite order."""
     rounds: list[dict[str, dict]] = [{} for _ in range(repeats)]
     with tqdm(total=repeats * len(requests), unit="run", disable=not sys.stderr.isatty()) as bar:
         for number, request in in_turns(requests, repeats):
@@ -52,7 +52,8 @@ def run_rounds(requests: Sequence[dict], repeats: int) -> list[dict[str, dict]]:
 
 
 def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
-    """Medians over all measured steps of all rounds, and the median over rounds of the ratio to each other variant."""
+    """Return the medians over all measured steps of all rounds, and the median over rounds of the ratio to each other
+    variant."""
     results = [results[variant] for results in rounds]
 
     def ratio(key: str, baseline: str) -> float:
@@ -75,7 +76,7 @@ def summarise(rounds: Sequence[dict[str, dict]], variant: str) -> dict:
 
 
 def optimizer_share(rounds: Sequence[dict[str, dict]], variant: str) -> float:
-    """The part of a variant's step that forward and backward alone would not take, by the median over rounds."""
+    """Return the part of a variant's step that forward and backward alone would not take, by the median over rounds."""
 
     def alone(results: dict[str, dict]) -> float:
         sync = results["zinf-sync"]
@@ -115,7 +116,7 @@ def table(summaries: Sequence[dict]) -> str:
 
 
 def compare_losses(rounds: Sequence[dict[str, dict]], exact: bool = True) -> tuple[list[str], bool]:
-    """Lines that compare every variant's losses with eager's, and whether those that must be bitwise equal are.
+    """Return lines that compare every variant's losses with eager's, and whether those that must be bitwise equal are.
 
     Inductor's fused kernels round differently, and so do a GPU and the CPU, which steps what is not on the device: then
     not `exact`."""

@@ -9,7 +9,7 @@ Way = TypeVar("Way")
 
 
 def in_turns(ways: Sequence[Way], rounds: int) -> Iterator[tuple[int, Way]]:
-    """The number of each round with each way; every other round goes in the opposite order, so that none of them always
+    """Yield the number of each round with each way. Every other round goes in the opposite order, so that no way always
     comes after the same one."""
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):

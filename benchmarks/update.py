@@ -68,7 +68,7 @@ def operands_of(count: int, name: str) -> Operands:
 
 
 def moved(operands: Operands) -> float:
-    """Bytes that an update reads and writes of a parameter."""
+    """Return the bytes that an update reads and writes of a parameter."""
     count, masters = operands.parameter.numel(), list(operands.master.values())
     changed = sum(tensor.nbytes for tensor in (*masters, *operands.states.values()))
     parameters = operands.parameter.nbytes * (
@@ -78,7 +78,7 @@ def moved(operands: Operands) -> float:
 
 
 def updating(operands: Operands) -> Callable[[], object]:
-    """What updates the operands once more, by the native kernel."""
+    """Return what updates the operands once more, by the native kernel."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **OPTIONS, fused=True)
     inner = borrow(optimizer, torch.optim.AdamW, optimizer.param_groups[0], [])
 
@@ -90,14 +90,14 @@ def updating(operands: Operands) -> Callable[[], object]:
 
 
 def in_memory(count: int) -> Callable[[], object]:
-    """A step of PyTorch's own over parameters and gradients in fp32."""
+    """Return what takes a step of PyTorch's own over parameters and gradients in fp32."""
     parameter = torch.nn.Parameter(torch.randn(count))
     parameter.grad = torch.randn(count)
     return torch.optim.AdamW([parameter], **OPTIONS, fused=True).step
 
 
 def copying(nbytes: int) -> Callable[[], object]:
-    """A copy of so many bytes by as many threads as PyTorch has."""
+    """Return what copies so many bytes by as many threads as PyTorch has."""
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     threads = torch.get_num_threads()
     pool, part = ThreadPoolExecutor(threads), nbytes // threads
@@ -115,7 +115,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(count: int, threads: int, rounds: int, bar: tqdm, failures: dict[str, str]) -> list[dict]:
-    """A row for each way, with so many threads; of peers that don't run here, what they say is put into `failures`."""
+    """Return a row for each way, with so many threads; of peers that don't run here, what they say is put into
+    `failures`."""
     with computing_with(threads):
         operands = {name: operands_of(count, name) for name in FORMATS}
         copied = max(4 * count, COPIED * threads)

@@ -51,7 +51,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Return what a table calls it."""
         library = "" if self.package in self.kind.lower() else f"{self.package} "
         return f"{library}{self.kind}, {'fp32' if self.dtype == FP32 else 'bf16'}, {self.moments} moments"
 
@@ -75,7 +75,7 @@ PEERS: Sequence[Peer] = (
 
 
 def packages() -> tuple[list[str], list[str]]:
-    """The peers' packages that are installed, with their versions, and the names of the others."""
+    """Return the peers' packages that are installed, with their versions, and the names of the others."""
     installed = {peer.package: peer.is_installed for peer in PEERS}
     versions = [f"{package} {importlib.metadata.version(package)}" for package, here in installed.items() if here]
     return versions, [package for package, here in installed.items() if not here]
@@ -120,7 +120,7 @@ def _stepping(peer: Peer, optimizer: torch.optim.Optimizer) -> tuple[str, Callab
 
 
 def _moved(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that an update of what an optimizer keeps reads and writes."""
+    """Return the bytes that an update of what an optimizer keeps reads and writes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     changed = [*parameters]
     for parameter in parameters:
@@ -130,7 +130,7 @@ def _moved(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _tensors(name: str, value: object) -> Iterator[torch.Tensor]:
-    """The tensors that a state consists of, without tables of what codes stand for (`qmap`)."""
+    """Return the tensors that a state consists of, without tables of what codes stand for (`qmap`)."""
     if hasattr(value, "__tensor_flatten__"):  # a subclass that holds several, as torchao's
         for part in value.__tensor_flatten__()[0]:
             yield from _tensors(part, getattr(value, part))
@@ -139,6 +139,6 @@ def _tensors(name: str, value: object) -> Iterator[torch.Tensor]:
 
 
 def said(error: BaseException) -> str:
-    """The first line of what an error says, and of its cause."""
+    """Return the first line of what an error says, and of its cause."""
     line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return f"{line} ({said(error.__cause__)})" if error.__cause__ else line

@@ -80,8 +80,8 @@ class Training:
         self._moved = self._step() if way == "in memory" else self._bytes_of(self._step)
 
     def seconds(self, steps: int) -> float:
-        """Of a step in the steady state: the mean of some after a first one, whose optimizer's step is done in the
-        forward pass of the next, as that of the last is after them."""
+        """Return the seconds of a step in the steady state: the mean of some after a first one, whose optimizer's step
+        is done in the forward pass of the next, as that of the last is after them."""
         self._step()
         start = time.perf_counter()
         for _ in range(steps):
@@ -135,7 +135,7 @@ class DeepSpeed:
             raise
 
     def seconds(self, steps: int) -> float:
-        """Of a step: the mean of some after a first one."""
+        """Return the seconds of a step: the mean of some after a first one."""
         seconds, self.bytes_per_parameter = self._worker.ask(steps)
         return seconds
 
@@ -146,7 +146,7 @@ class DeepSpeed:
 
 @contextmanager
 def trained(args: argparse.Namespace, count: int, store: str) -> Iterator[dict[str, Training | DeepSpeed]]:
-    """The ways to train with so many micro-batches."""
+    """Open a block with the ways to train with so many micro-batches."""
     with ExitStack() as stack:
         trainings: dict[str, Training | DeepSpeed] = {}
         for way in args.ways:
@@ -163,17 +163,17 @@ def trained(args: argparse.Namespace, count: int, store: str) -> Iterator[dict[s
 
 
 def config_of(args: argparse.Namespace) -> GPTConfig:
-    """The model, without a tied head."""
+    """Return the model, without a tied head."""
     return GPTConfig(args.layers, args.hidden, args.heads, context=args.context, tied=False)
 
 
 def options_of(args: argparse.Namespace, count: int) -> dict[str, object]:
-    """The options of a step of so many micro-batches, or of one in the loop."""
+    """Return the options of a step of so many micro-batches, or of one in the loop."""
     return {"micro_batches": count, "activations": args.activations, "prefetch": tuple(args.prefetch)}
 
 
 def simulated(args: argparse.Namespace, way: str, count: int, store: str) -> float:
-    """Seconds that a step is predicted to take here."""
+    """Return the seconds that a step is predicted to take here."""
     hardware = measure_machine(store)
     with default_dtype(torch.bfloat16), torch.device("meta"):
         model = GPT(config_of(args))
@@ -185,14 +185,14 @@ def simulated(args: argparse.Namespace, way: str, count: int, store: str) -> flo
 
 
 def with_prediction(turn: Callable[[], float], predict: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of a step in a turn, and those that are predicted beside it."""
+    """Return the seconds of a step in a turn, and those that are predicted beside it."""
     before = predict()
     seconds = turn()
     return seconds, (before + predict()) / 2
 
 
 def measure(args: argparse.Namespace, store: str) -> list[dict]:
-    """A row for each number of micro-batches and way."""
+    """Return a row for each number of micro-batches and way."""
     rows = []
     turns = len(args.counts) * args.rounds * len(args.ways)
     with tqdm(total=turns, unit="turn", disable=not sys.stderr.isatty()) as bar:

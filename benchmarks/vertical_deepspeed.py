@@ -33,7 +33,8 @@ class Training:
         self._parts = list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
 
     def turn(self, steps: int) -> tuple[float, float | None]:
-        """Seconds of a step, and bytes per parameter that it moves: the means of some after one that isn't counted."""
+        """Return the seconds of a step, and bytes per parameter that it moves: the means of some after one that isn't
+        counted."""
         self._step()
         before, start = moved(), time.perf_counter()
         for _ in range(steps):
@@ -50,7 +51,8 @@ class Training:
 
 
 def moved() -> int | None:
-    """Bytes that this process had read from disks and written to them so far; None where the kernel doesn't say."""
+    """Return the bytes that this process had read from disks and written to them so far; None where the kernel doesn't
+    say."""
     if not TRANSFERS.exists():
         return None
     counts = dict(line.split(": ") for line in TRANSFERS.read_text().splitlines())

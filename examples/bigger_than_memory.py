@@ -243,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepared(args: argparse.Namespace) -> tuple[MemoryLimit, int, zinf_fx.Config, Fit]:
-    """The limit, what may be resident, the options, and the model. Raises: RefusedError, ZinfError."""
+    """Return the limit, what may be resident, the options, and the model. Raises: RefusedError, ZinfError."""
     limit = memory_limit() if args.memory is None else MemoryLimit(args.memory, "as given")
     resident = min(RESIDENT, limit.nbytes) if args.resident is None else args.resident
     if resident > limit.nbytes:
@@ -276,8 +276,8 @@ def prepared(args: argparse.Namespace) -> tuple[MemoryLimit, int, zinf_fx.Config
 
 
 def begun(path: Path, state_dtype: str) -> Fit:
-    """The model of the training that is to go on: the disk, of which that took a part, doesn't say it again. Raises:
-    RefusedError."""
+    """Return the model of the training that is to go on: the disk, of which that took a part, doesn't say it again.
+    Raises: RefusedError."""
     try:
         content = json.loads(path.read_text())
         shape = GPTConfig(**content["model"])

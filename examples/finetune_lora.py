@@ -51,7 +51,8 @@ BYTES = 256
 
 
 def configuration(args: argparse.Namespace) -> transformers.PretrainedConfig:
-    """Of the checkpoint, or of a Llama over bytes, whose head is as wide as Llama's, so that a step costs as much."""
+    """Return the configuration of the checkpoint, or of a Llama over bytes, whose head is as wide as Llama's, so that a
+    step costs as much."""
     if args.checkpoint is not None:
         return transformers.AutoConfig.from_pretrained(args.checkpoint)
     vocabulary = 32000 if args.size != "tiny" else BYTES
@@ -64,7 +65,7 @@ def is_kept(base: Path) -> bool:
 
 
 def frozen_base(args: argparse.Namespace) -> torch.nn.Module:
-    """The model, quantised on disk: attached where it was kept, else loaded or made, and kept."""
+    """Return the model, quantised on disk: attached where it was kept, else loaded or made, and kept."""
     options = options_of(args)
     if args.base is not None and is_kept(args.base):
         with accelerate.init_empty_weights(include_buffers=False), default_dtype(torch.bfloat16):
@@ -83,7 +84,7 @@ def frozen_base(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def token_ids(args: argparse.Namespace) -> torch.Tensor:
-    """The text, 1-D."""
+    """Return the text as token ids, 1-D."""
     text = load_corpus(args.text).training
     if args.checkpoint is None:
         return text.long()
@@ -103,8 +104,8 @@ def batches(tokens: torch.Tensor, batch: int, length: int, seed: int) -> Callabl
 
 
 def adapted(base: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module:
-    """The base with an adapter beside each linear layer of its blocks, in fp32 as peft makes it, which stays in memory
-    with its gradients and states whatever the budget for tiles is."""
+    """Return the base with an adapter beside each linear layer of its blocks, in fp32 as peft makes it, which stays in
+    memory with its gradients and states whatever the budget for tiles is."""
     how = peft.LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=TARGETS)
     model = peft.get_peft_model(base, how)
     where = {"parameters": [("*.lora_*", "device"), ("*", "nvme")], "gradients": "device", "optimizer": "device"}
@@ -118,7 +119,7 @@ def options_of(args: argparse.Namespace) -> dict[str, object]:
 
 
 def train(model: torch.nn.Module, data: Callable[[], torch.Tensor], args: argparse.Namespace) -> list[list]:
-    """The rows of the report."""
+    """Train, and return the rows of the report."""
     run = torch.compile(model, backend="zinf", options={"activations": args.activations})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr, fused=True)
     losses, seconds, read = [], [], []
@@ -153,7 +154,7 @@ def train(model: torch.nn.Module, data: Callable[[], torch.Tensor], args: argpar
 
 
 def continued(model: torch.nn.Module, prompt: torch.Tensor, args: argparse.Namespace) -> list[list]:
-    """Rows of the report: what the tuned model says after `prompt`, [1, length], greedily."""
+    """Return the rows of the report: what the tuned model says after `prompt`, [1, length], greedily."""
     base = model.get_base_model().eval()
     base.compile(backend="zinf")
     ends = []

@@ -18,7 +18,8 @@ MOMENTS = {"float32": 4, "bfloat16": 2, "8bit": 1}
 
 
 def bytes_per_parameter(state_dtype: str) -> dict[str, int]:
-    """Of itself and its gradient in bfloat16, and of the optimizer's master copy in float32 and moments."""
+    """Return the bytes per parameter of each kind: the parameter and its gradient in bfloat16, and the optimizer's
+    master copy in float32 and moments."""
     return {"parameters": 2, "gradients": 2, "optimizer": 4 + 2 * MOMENTS[state_dtype]}
 
 
@@ -44,7 +45,7 @@ class Fit:
 
     @property
     def states(self) -> int:
-        """Bytes of everything that training keeps from step to step."""
+        """Return the bytes of everything that training keeps from step to step."""
         return self.parameters * sum(self.bytes_of_kind.values())
 
     @property
@@ -58,7 +59,7 @@ def parameters_of(config: GPTConfig) -> int:
 
 
 def shaped(parameters: float, context: int) -> GPTConfig:
-    """A GPT of usual proportions with about so many parameters, not fewer."""
+    """Return a GPT of usual proportions with about so many parameters, not fewer."""
     layers = (parameters / (12 * HIDDEN_PER_LAYER**2)) ** (1 / 3)  # a block has about 12 hidden**2
     hidden = max(1, round(layers * HIDDEN_PER_LAYER / HEAD_SIZE)) * HEAD_SIZE
     shallow = GPTConfig(layers=1, hidden=hidden, heads=hidden // HEAD_SIZE, context=context)
@@ -67,7 +68,7 @@ def shaped(parameters: float, context: int) -> GPTConfig:
 
 
 def fit(states: int, memory: int, room: int, context: int, bytes_of_kind: Mapping[str, int]) -> Fit:
-    """The GPT whose states have at least `states` bytes or, where the disk has only `room`, as many as it holds.
+    """Return the GPT whose states have at least `states` bytes or, where the disk has only `room`, as many as it holds.
 
     Raises: RefusedError if they would not exceed the memory then.
     """
@@ -86,7 +87,7 @@ def fit(states: int, memory: int, room: int, context: int, bytes_of_kind: Mappin
 
 
 def room_on(directories: Sequence[Path]) -> int:
-    """Bytes of the stores' disks that may be taken. Raises: RefusedError where a disk is memory."""
+    """Return the bytes of the stores' disks that may be taken. Raises: RefusedError where a disk is memory."""
     free: dict[str, int] = {}
     for directory in directories:
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())

@@ -90,7 +90,7 @@ class GPT(nn.Module):
                 nn.init.normal_(out.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """``[batch, length] -> [batch, length, vocabulary]``; length is at most ``config.context``."""
+        """Compute ``[batch, length] -> [batch, length, vocabulary]``; length is at most ``config.context``."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -108,7 +108,7 @@ class GPT(nn.Module):
         seed: int = 0,
         logits: Callable[[Tensor], Tensor] | None = None,
     ) -> bytes:
-        """``prompt`` and ``n`` more bytes: the likeliest each time, or sampled where ``temperature`` is above 0.
+        """Return ``prompt`` and ``n`` more bytes: the likeliest each time, or sampled where ``temperature`` is above 0.
 
         ``logits`` computes the scores. By default it is the method; pass ``torch.compile(model.logits, ...)`` to run it
         compiled.

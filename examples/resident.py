@@ -10,8 +10,8 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most since this program started, or since 5 was written to ``/proc/self/clear_refs`` (``VmHWM``: unlike
-    rusage's figure, it leaves out the parent's memory)."""
+    """Return the most resident bytes since this program started, or since 5 was written to ``/proc/self/clear_refs``
+    (``VmHWM``: unlike rusage's figure, it leaves out the parent's memory)."""
     return _status("VmHWM")
 
 

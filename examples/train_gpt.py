@@ -82,7 +82,7 @@ def zinf_job(args: argparse.Namespace, config: GPTConfig, dtype: torch.dtype) ->
 
 
 def warmup_then_cosine(warmup: int, steps: int) -> Callable[[int], float]:
-    """The share of the peak learning rate at a step: a line up to 1, then half a cosine down to 0.1."""
+    """Return the share of the peak learning rate at a step: a line up to 1, then half a cosine down to 0.1."""
 
     def share(step: int) -> float:
         if step < warmup:
@@ -127,7 +127,7 @@ class Progress:
         self._bar.close()
 
     def _recent(self) -> str:
-        """What happened since the line before."""
+        """Return what happened since the line before."""
         seconds = sum(self.seconds[self._reported :])
         steps = len(self.seconds) - self._reported
         self._reported = len(self.seconds)

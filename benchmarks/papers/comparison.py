@@ -66,12 +66,12 @@ class Comparison:
 
     @classmethod
     def of_one_column(cls, title: str, column: str, cells: Mapping[str, Cell]) -> Comparison:
-        """Of a cell per row, by the rows' names."""
+        """Return a comparison with a cell per row, by the rows' names."""
         return cls(title, (column,), tuple((name, (cell,)) for name, cell in cells.items()))
 
     @property
     def cells(self) -> list[Cell]:
-        """All of them."""
+        """Return all cells."""
         return [cell for _, cells in self.rows for cell in cells]
 
 
@@ -81,7 +81,7 @@ _WIDTH = 80
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """One table. A letter marks a figure that differs by more than rounding; a note below says why."""
+    """Return a table as text. A letter marks a figure that differs by more than rounding; a note below says why."""
     letters = {why: chr(ord("a") + i) for i, why in enumerate(dict.fromkeys(c.why for c in comparison.cells if c.why))}
     if len(comparison.columns) == 1:
         heads = ["", "paper", "formula"]
@@ -112,7 +112,7 @@ def _ours(cell: Cell, letters: dict[str, str]) -> str:
 
 
 def _differences(cells: list[Cell]) -> str:
-    """The range of what we have more or less than the paper."""
+    """Return the range of what we have more or less than the paper."""
     shares = sorted(
         {f"{float(f'{100 * cell.difference:.2g}'):+g} %" for cell in cells}, key=lambda text: float(text[:-2])
     )

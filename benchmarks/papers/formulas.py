@@ -60,7 +60,7 @@ optimizer_bytes = _whole("K")
 
 
 def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
-    """The number that an expression is for these values: an int where it is exactly one.
+    """Return the number that an expression is for these values: an int where it is exactly one.
 
     Raises: KeyError naming the symbols that have no value.
     """
@@ -143,7 +143,7 @@ _BYTES = {"parameters": parameter_bytes, "gradients": gradient_bytes, "optimizer
 
 
 def per_device(partitioned: Collection[State], states: Collection[State] = STATES) -> sympy.Expr:
-    """Bytes of `states` that one device is responsible for.
+    """Return the bytes of `states` that one device is responsible for.
 
     All states: 4Ψ + KΨ/N_d for P_os, 2Ψ + (2+K)Ψ/N_d for P_os+g, (4+K)Ψ/N_d for P_os+g+p (ZeRO, sections 5.1 to 5.3).
     """
@@ -152,7 +152,7 @@ def per_device(partitioned: Collection[State], states: Collection[State] = STATE
 
 
 def largest_model(partitioned: Collection[State]) -> sympy.Expr:
-    """Parameters of the largest model whose states fit in device memory.
+    """Return the parameters of the largest model whose states fit in device memory.
 
     Model parallelism divides the states before they are divided over data-parallel devices (ZeRO, table 2).
     """
@@ -177,19 +177,19 @@ def reduce_scatter(message: sympy.Expr, among: sympy.Symbol = ranks) -> sympy.Ex
 
 
 def all_reduce(message: sympy.Expr, among: sympy.Symbol = ranks) -> sympy.Expr:
-    """A reduce-scatter, then an all-gather (ZeRO, section 7.1)."""
+    """Return the volume of a reduce-scatter and an all-gather (ZeRO, section 7.1)."""
     return reduce_scatter(message, among) + all_gather(message, among)
 
 
 def for_many_ranks(volume: sympy.Expr) -> sympy.Expr:
-    """What a volume tends to as devices are added, the message itself being the same."""
+    """Return what a volume tends to as devices are added, the message itself being the same."""
     for among in (ranks, tensor_ranks):
         volume = sympy.limit(volume, among, sympy.oo)
     return volume
 
 
 def gathers_of_parameters(partitioned: Collection[State], recompute: bool = False) -> int:
-    """How often a step all-gathers every parameter.
+    """Return how often a step all-gathers every parameter.
 
     Partitioned parameters are gathered for forward and for backward (ZeRO, section 7.2.2), and once more when backward
     computes activations again (ZeRO-Infinity, section 4.1). Else, once where each device updates its own partition

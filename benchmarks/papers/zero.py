@@ -74,7 +74,7 @@ def table_2() -> Comparison:
 
 
 def volumes() -> Comparison:
-    """What sections 7 and 8 derive."""
+    """Return what sections 7 and 8 derive."""
 
     def per_parameter(stage: str) -> float:
         volume = f.for_many_ranks(f.data_parallel_volume(PARTITIONED[stage]))

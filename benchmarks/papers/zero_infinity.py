@@ -81,7 +81,7 @@ def _needed(
     peak: float = PEAK,
     states: StateBytes = INFINITY_STATES,
 ) -> float:
-    """Bytes per second for a wanted efficiency: equation 2, solved for the bandwidth."""
+    """Return the bytes per second for a wanted efficiency: equation 2, solved for the bandwidth."""
     ait = evaluate(intensity.subs(states.values), {f.sequence: _SEQUENCE, f.interval: 1, **values})
     return evaluate(f.needed_bandwidth, {f.intensity: ait, f.efficiency: wanted, f.peak: peak})
 
@@ -92,7 +92,7 @@ _CHECKPOINTS = f.intensity_of_activation_checkpoints
 
 
 def _for_optimizer(states: StateBytes = INFINITY_STATES) -> float:
-    """Bytes per second for 90 % with respect to optimizer states at batch 2 (section 4.2)."""
+    """Return the bytes per second for 90 % with respect to optimizer states at batch 2 (section 4.2)."""
     return _needed(_OPTIMIZER, 0.9, {f.batch: 2}, states=states)
 
 
@@ -105,7 +105,8 @@ def _from_20_bytes() -> str:
 
 
 def figure_3() -> Comparison:
-    """What the text reads off figure 3 (sections 4.2 and 5.2.3): efficiencies in %, bandwidths in TB/s or GB/s."""
+    """Return what the text reads off figure 3 (sections 4.2 and 5.2.3): efficiencies in %, bandwidths in TB/s or
+    GB/s."""
     of_batch_1, of_2k, of_8k = {f.batch: 1}, {f.hidden: 2 * _K}, {f.hidden: 8 * _K}
     four_times = _needed(_OPTIMIZER, 0.5, of_batch_1) / _needed(_STATES, 0.5, of_batch_1)
     cells = {
@@ -201,7 +202,7 @@ _DEGRADATION_WHY = {
 
 
 def degradations() -> Comparison:
-    """The steps to table 4."""
+    """Return the steps to table 4."""
     rows = []
     for run in _MODELS:
         ours = (*_degradations(run), expected_efficiency(run))

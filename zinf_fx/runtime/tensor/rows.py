@@ -28,7 +28,7 @@ def _use_rows(func: Any, args: tuple, kwargs: dict) -> Any:
     return rows.view(*indices.shape, *tensor.shape[1:])
 
 
-def _of_embedding(weight: torch.Tensor, indices: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_embedding(weight: torch.Tensor, indices: torch.Tensor, *options: object) -> tuple[torch.Tensor, torch.Tensor]:
     return weight, indices
 
 
@@ -37,8 +37,8 @@ def _of_index_select(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> t
 
 
 def _of_index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    (first, *others) = indices
-    if others or first is None or first.dtype not in (torch.int64, torch.int32):
+    (first, *further) = indices
+    if further or first is None or first.dtype not in (torch.int64, torch.int32):
         return None
     return tensor, torch.where(first < 0, first + tensor.shape[0], first)
 
