@@ -22,17 +22,20 @@ from forked import forkserver
 _HERE = "127.0.0.1"
 
 
-def on_ranks(
+def on_ranks(size: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Run `body(rank, *arguments)` on each rank, in a store of its own, and return the results. A single rank is this
+    process, without a process group. `options` and errors of several ranks are those of `on_processes`."""
+    return [_run_here(body, arguments)] if size == 1 else on_processes(size, body, *arguments, **options)
+
+
+def on_processes(
     size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 240, killed: Collection[int] = ()
 ) -> list[Any]:
-    """Run `body(rank, *arguments)` on each rank, in a store of its own, and return the results; None of those ranks
-    that are to be killed. A single rank is this process, without a process group.
+    """Run `body(rank, *arguments)` on each rank, a process with a store of its own in a process group, and return the
+    results; None of those ranks that are to be killed.
 
-    Raises: AssertionError with the traceback of failures on several ranks, or for scratch that one of these left
-        behind in its store.
+    Raises: AssertionError with the traceback of failures, or for scratch that a rank left behind in its store.
     """
-    if size == 1:
-        return [_run_here(body, arguments)]
     context = forkserver()
     # As torchrun's, it outlives the ranks; a file in its place is looked at every 10 ms.
     store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)

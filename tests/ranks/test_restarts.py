@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import training
-from ranks.launching import on_ranks
+from ranks.launching import on_processes
 
 import zinf_fx
 
@@ -58,10 +58,10 @@ def test_attempts_in_one_store_resume(tmp_path: Path):
     """With as many ranks, they resume bit for bit as without any end; and with more and fewer."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
-    told, _ = on_ranks(2, attempt, port, str(tmp_path / "killed"), 4, 3, killed=[1])
+    told, _ = on_processes(2, attempt, port, str(tmp_path / "killed"), 4, 3, killed=[1])
     assert "rank 1 ended" in told, told
-    resumed = on_ranks(2, attempt, port, str(tmp_path / "killed"), 4, None)
-    whole = on_ranks(2, attempt, port, str(tmp_path / "whole"), 4, None)
+    resumed = on_processes(2, attempt, port, str(tmp_path / "killed"), 4, None)
+    whole = on_processes(2, attempt, port, str(tmp_path / "whole"), 4, None)
     assert [first for first, _ in resumed] == [2, 2] and [first for first, _ in whole] == [0, 0]
     assert all(map(torch.equal, resumed[0][1], whole[0][1]))
 
@@ -69,12 +69,12 @@ def test_attempts_in_one_store_resume(tmp_path: Path):
 @pytest.mark.slow
 def test_attempts_with_other_numbers_of_ranks_resume(tmp_path: Path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    there = on_ranks(2, attempt, store.port, str(tmp_path), 2, None)[0][1]
+    there = on_processes(2, attempt, store.port, str(tmp_path), 2, None)[0][1]
     for end, size in enumerate((1, 3, 2, 4), start=1):
-        attempts = on_ranks(size, attempt, store.port, str(tmp_path), 2 * end, None)
+        attempts = on_processes(size, attempt, store.port, str(tmp_path), 2 * end, None)
         assert [first for first, _ in attempts] == [2 * max(1, end - 1)] * size
         assert end > 1 or all(map(torch.equal, attempts[0][1], there))
-        on_ranks(size, attempt, store.port, str(tmp_path), 2 * end + 1, 2 * end, killed=[size - 1])
+        on_processes(size, attempt, store.port, str(tmp_path), 2 * end + 1, 2 * end, killed=[size - 1])
 
 
 PROGRAM = """
