@@ -71,13 +71,30 @@ def test_a_plan_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch):
     gpu = hardware.load("rtx-4090")
     for given in ({"hardware": gpu}, {"hardware": gpu, "device": "cuda"}):
         assert schedules(plan_model(on_meta(), (tokens(),), **given, **options).plans) == schedules(there.plans)
-    of_cpu = plan_model(on_meta(), (tokens(),), hardware=gpu, device="cpu", **options)
-    assert schedules(of_cpu.plans) == schedules(here.plans)
-    assert schedules(plan_model(on_meta(), (tokens(),), **options).plans) == schedules(here.plans)
     monkeypatch.setattr(packs, "IN_HOST_MEMORY", frozenset())  # as on such a device
     assert plan_model(on_meta(), (tokens(),), **options).plans == there.plans
-    with pytest.raises(ConfigError, match="device='tpu' is not accepted"):
-        plan_model(on_meta(), (tokens(),), device="tpu", **options)
+    assert schedules(plan_model(on_meta(), (tokens(),), device="cpu", **options).plans) == schedules(here.plans)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"device": "tpu"}, "device='tpu' is not accepted"),
+        ({"device": "cpu", "hardware": hardware.load("rtx-4090")}, "contradicts hardware 'RTX 4090 desktop'"),
+        ({"device": "cuda", "placement": "auto"}, "lacks the machine that this decides for"),
+    ],
+    ids=["unknown", "contradicts", "decides"],
+)
+def test_a_device_that_can_not_be_planned_for(given: dict[str, object], error: str):
+    with pytest.raises(ConfigError, match=error):
+        plan_model(on_meta(), (tokens(),), **{"placement": "nvme", **given})
+
+
+def test_a_plan_for_another_device_is_refused_as_such(tmp_path: Path):
+    plan = zinf_fx.export_plan(Model(), (tokens(),), placement="nvme", device="cuda")
+    model = zinf_fx.offload(Model(), store=tmp_path, placement="nvme")
+    with pytest.raises(PlanError, match="for a device whose memory is its own"):
+        torch.compile(model, backend="zinf", options={"plan": plan})(tokens())
 
 
 def executed(compiled: Callable, *inputs: object) -> list[Plan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def interrupt_lines(work: Work, call: Callable[[], object], sent: signal.Signals
     call()
     tiers = work.model[0].weight.stored.tiers
     tiers.drain()
+    gc.collect()  # what other tests have open still
     at_rest, allocated, number, came_out, going = descriptors(), tiers.host.in_use, first, 0, True
     with time_limit():
         while going:

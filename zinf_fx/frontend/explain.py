@@ -40,7 +40,7 @@ from zinf_fx.frontend.parameters import (
 )
 from zinf_fx.placement import PlacementRules, PlannedDevice
 from zinf_fx.plan.hardware import Hardware
-from zinf_fx.plan.packs import planning_elsewhere
+from zinf_fx.plan.packs import planning_for
 from zinf_fx.plan.placement.decision import Decision
 from zinf_fx.plan.placement.division import Division
 from zinf_fx.plan.plan import Plan
@@ -223,7 +223,7 @@ def plan_model(
     groups = Groups.of(world_size, replicas, 3 if decides else in_force.stage)
     # Where it isn't decided yet, any placement serves for capturing the graphs.
     placed = Config.of(in_force, {"placement": "nvme"}) if decides else in_force
-    with no_search_for_cycles(), planning_elsewhere(_has_own_memory(device, hardware)):
+    with no_search_for_cycles(), planning_for(_planned_memory(device, hardware, decides)):
         graphs = captured_graphs(model, example_inputs, placed, groups, rates, form, master)
         decision = None
         if decides:
@@ -233,23 +233,35 @@ def plan_model(
             decision, planned = decided_for(graphs, parameters, in_force, groups, hardware, tables)
         else:
             planned = [graph.planned(hardware=hardware) for graph in graphs]
-    planned = [graph for graph in planned if graph.moves]
+        planned = [graph for graph in planned if graph.moves]
+        seconds = list(_timed(planned)) if timed else []
     divisions = [graph.division for graph in planned if graph.division is not None]
     return Planning(
         [graph.plan for graph in planned if graph.plan is not None],
         decision,
         divisions,
-        list(_timed(planned)) if timed else [],
+        seconds,
     )
 
 
-def _has_own_memory(device: PlannedDevice | None, hardware: Hardware | None) -> bool:
-    """Whether a plan is for a device with memory of its own, wherever the parameters are. Raises: ConfigError."""
+def _planned_memory(device: PlannedDevice | None, hardware: Hardware | None, decides: bool) -> bool | None:
+    """Return whether a plan is for a device with memory of its own; None: for that of the parameters. `decides`: the
+    placement is decided for the hardware. Raises: ConfigError."""
     if device not in (None, *get_args(PlannedDevice)):
         raise ConfigError(f"device={shortened(device)} is not accepted; give 'cpu' or 'cuda'")
-    if device is None:
-        return hardware is not None and not hardware.unified
-    return device != "cpu"
+    if hardware is None:
+        if device == "cuda" and decides:
+            raise ConfigError(
+                "device='cuda' with placement='auto' lacks the machine that this decides for: give its description as "
+                "hardware (--hardware), or a placement"
+            )
+        return None if device is None else device == "cuda"
+    if device is not None and hardware.unified != (device == "cpu"):
+        memory = "one memory for device and host" if hardware.unified else "devices with memory of their own"
+        raise ConfigError(
+            f"device='{device}' contradicts hardware '{hardware.name}', which has {memory}: leave one out"
+        )
+    return not hardware.unified
 
 
 def captured_graphs(

@@ -15,8 +15,9 @@ struct NAMED(divisor) {
 };
 
 /* The product with the inverse, in twice the precision, is one of the two numbers beside the quotient; with what it
- * lacks added, it is rounded as a division is (Markstein, 1990), where nothing on the way is subnormal or infinite. A
- * division takes four times as long. */
+ * lacks added, it is rounded as a division is (Markstein, 1990), where nothing on the way is subnormal or infinite. (By
+ * the smallest scales, quotients below 2^-30 may be the number beside it, which is the same code.) A division takes four
+ * times as long. */
 ALWAYS struct NAMED(divisor) NAMED(divisor)(float number)
 {
     const float inverse = 1 / number, rest = fmaf(-number, inverse, 1) * inverse;

@@ -137,7 +137,7 @@ def _tile_limits(context: GraphContext) -> list[int | None]:
 
 def sizing(graph: fx.Graph, config: Config, limit: int | None) -> list[Pass]:
     """The passes that put together what is small, and divide what is larger than so many bytes."""
-    pack = pack_limit(config, copied=_copies(graph))
+    pack = pack_limit(config, copied=computes_apart(graph))
     packing: list[Pass] = [] if pack is None else [PackParameters(pack if limit is None else min(pack, limit))]
     return packing if limit is None else [*packing, TileParameters(limit), TileCrossEntropy()]
 
@@ -307,7 +307,7 @@ def run_passes(graph: fx.Graph, context: GraphContext, passes: Sequence[Pass]) -
     return context
 
 
-def _copies(graph: fx.Graph) -> bool:
+def computes_apart(graph: fx.Graph) -> bool:
     """Whether a graph computes with tiles in memory of a device's own."""
     return any(has_own_memory(arguments_of(node)[3].type) for node in nodes_calling(graph, ops.gather, ops.wait))
 
@@ -315,7 +315,7 @@ def _copies(graph: fx.Graph) -> bool:
 def schedule_of(graph: fx.Graph, context: GraphContext) -> GraphSchedule:
     """The schedule of a planned graph: its events are those that the graph's nodes carry."""
     events = tuple(map(event_of, events_in(graph)))
-    separate = _copies(graph)
+    separate = computes_apart(graph)
     compute, fused, values = computing(graph), context.config.compute == "inductor", values_by_operator(graph)
     operators = []
     for number in range(1 + max((*compute, *(event.operator for event in events)), default=0)):

@@ -17,8 +17,8 @@ from zinf_fx.sizes import blocks
 
 # PyTorch's types of devices that compute in host memory.
 IN_HOST_MEMORY = frozenset({"cpu"})
-# Whether what is planned is to compute on a device with memory of its own, though it is captured on one without.
-_ELSEWHERE: ContextVar[bool] = ContextVar("planned for a device that isn't here", default=False)
+# Whether the device that is planned for has memory of its own; None: that of what is captured says.
+_OWN_MEMORY: ContextVar[bool | None] = ContextVar("zinf_fx_own_memory", default=None)
 # Bytes of a pack, by default: one request of the engine moves so many. A device with memory of its own copies so many
 # in a tenth of a millisecond, which is less than a copy's work for the host.
 _LARGEST = 4 << 20
@@ -58,17 +58,18 @@ def in_packs(candidates: Iterable[tuple[K, Hashable, int]], limit: int) -> list[
 
 def has_own_memory(device: str) -> bool:
     """Whether what computes on devices of a type computes in memory of their own, to which tiles are copied."""
-    return device not in IN_HOST_MEMORY or _ELSEWHERE.get()
+    planned = _OWN_MEMORY.get()
+    return device not in IN_HOST_MEMORY if planned is None else planned
 
 
 @contextmanager
-def planning_elsewhere(own_memory: bool) -> Iterator[None]:
-    """Open a block that plans for another device than it captures on. `own_memory`: that has memory of its own."""
-    token = _ELSEWHERE.set(own_memory)
+def planning_for(own_memory: bool | None) -> Iterator[None]:
+    """Open a block that plans for a device with memory of its own, or without; None: for that which it captures on."""
+    token = _OWN_MEMORY.set(own_memory)
     try:
         yield
     finally:
-        _ELSEWHERE.reset(token)
+        _OWN_MEMORY.reset(token)
 
 
 def moves(tier: Tier | None, device: str) -> bool:

@@ -229,7 +229,7 @@ class Ranks:
                 value = value.narrow(dim, 0, 1)
         flat = value.contiguous()
         source = _global_rank(group, 0)
-        octets = flat.view(-1).view(torch.uint8)
+        octets = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # dimensions of one have any stride
         self._start(None, f"broadcast of {what}", flat, dist.broadcast, group, octets, source).wait()
         if flat is not value:
             value.copy_(flat)

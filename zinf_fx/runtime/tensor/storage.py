@@ -234,12 +234,9 @@ class TensorStorage:
 
     @held_back
     def elements(self, parts: Sequence[range]) -> list[torch.Tensor] | None:
-        """Return ranges of the elements, flat, on the device, to be read. None for a tensor that is gathered as a
+        """Return ranges of the elements, flat, in host memory, to be read. None for a tensor that is gathered as a
         whole: ranks have shards of it, or all of it is where the device computes."""
-        if self.in_place or self.shard.in_shards:
-            return None
-        copies = self.settled().copied(parts)
-        return copies if self.device.in_host_memory else [part.to(self.device.torch_device) for part in copies]
+        return None if self.in_place or self.shard.in_shards else self.settled().copied(parts)
 
     def _gathered(self, held: StoredBytes) -> torch.Tensor:
         full = torch.empty(self.shard.shards.padded, dtype=self.dtype, device=self.device.torch_device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_fx.errors import StoreError
 from zinf_fx.runtime.memory.arena import Buffer
 from zinf_fx.runtime.memory.device import CPU, Device
 from zinf_fx.runtime.memory.host import mapped_empty
@@ -14,7 +15,7 @@ from zinf_fx.runtime.memory.transfers import Ticket
 from zinf_fx.runtime.recorder import RECORDER
 from zinf_fx.runtime.tensor.allocation import Allocation
 from zinf_fx.runtime.tensor.windows import DeviceWindow, Window
-from zinf_fx.sizes import PAGE
+from zinf_fx.sizes import PAGE, blocks
 
 
 class StoredBytes:
@@ -163,20 +164,30 @@ class StoredBytes:
         return window
 
     def copied(self, parts: Sequence[range]) -> list[torch.Tensor]:
-        """Return some ranges of the elements in host memory, to be read: where they live, or in memory of their own
-        that is in no arena, into which all are read at the same time."""
+        """Return ranges of the elements in host memory, to be read: the elements themselves where they live there, else
+        copies in memory outside of the arenas. All reads are under way together."""
         if self._in_host is not None:
             return [self.window(part.start, len(part)).wait() for part in parts]
-        elements = [range(*self._range(part.start, len(part))) for part in parts]
-        blocks = [range(*self._in_blocks(part.start, part.stop)) for part in elements]
         itemsize = self.allocation.dtype.itemsize
-        memory = mapped_empty(sum(map(len, blocks)) * itemsize).view(self.allocation.dtype).split([*map(len, blocks)])
-        reads = [self._read(read.start, into, into) for read, into in zip(blocks, memory, strict=True) if read]
-        for ticket in reads:
-            ticket.wait()
+        elements = [range(*self._range(part.start, len(part))) for part in parts]
+        read = [range(*self._in_blocks(part.start, part.stop)) for part in elements]
+        rooms = [blocks(len(of_part) * itemsize) for of_part in read]  # the last block of all may be a part of one
+        memory = [
+            room.view(self.allocation.dtype)[: len(of_part)]
+            for room, of_part in zip(mapped_empty(sum(rooms)).split(rooms), read, strict=True)
+        ]
+        tickets = [self._read(of_part.start, into, into) for of_part, into in zip(read, memory, strict=True) if of_part]
+        try:
+            for ticket in tickets:
+                ticket.wait()
+        except BaseException:
+            for ticket in tickets:
+                with contextlib.suppress(StoreError):
+                    ticket.wait()
+            raise
         return [
-            into[part.start - read.start : part.stop - read.start]
-            for part, read, into in zip(elements, blocks, memory, strict=True)
+            into[part.start - of_part.start : part.stop - of_part.start]
+            for part, of_part, into in zip(elements, read, memory, strict=True)
         ]
 
     def read(self, start: int, memory: torch.Tensor, owner: object) -> Ticket:

@@ -48,7 +48,6 @@ from zinf_fx.runtime.tensor.pending_gradient import gradient_hook
 from zinf_fx.runtime.tensor.quantised import Form, Quantised, check_trainable
 from zinf_fx.runtime.tensor.storage import TensorStorage, spilled
 from zinf_fx.runtime.tensor.views import (
-    LAZY,
     Base,
     TensorMetadata,
     ViewStep,
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Views whose elements are not those of what they are of.
-_OTHER = (aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 T = TypeVar("T", bound=torch.Tensor)
 S = TypeVar("S", bound="StoredTensor")
 
@@ -426,8 +423,8 @@ class StoredTensor(Checkpointable):
         self.expect_gradient()
         if self.captured:
             note_gathered(self)
-        elif (shown := _elements_shown(self)) is not None and (parts := self.stored.elements([shown])) is not None:
-            return parts[0].as_strided(self.shape, self.stride())
+        elif (span := _span(self)) is not None and (parts := self.stored.elements([span[0]])) is not None:
+            return parts[0].to(self.device).as_strided(span[1].shape, span[1].stride())
         return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
@@ -476,15 +473,20 @@ class StoredTensor(Checkpointable):
         return self._handed_on(stored_again(self, dtype, target))
 
 
-def _elements_shown(tensor: StoredTensor) -> range | None:
-    """Return the elements of the base from the first to the last that a view shows, in their order there: all of its
-    values are among them, at its strides. None where these are all elements, or more is done than to view them."""
-    views, whole = tensor.views, tensor.base.shape.numel()
-    if not views or not tensor.numel() or any(step.op in (*LAZY, *_OTHER) or not is_view(step.op) for step in views):
+def _span(tensor: StoredTensor) -> tuple[range, torch.Tensor] | None:
+    """Return the range of the base's elements from the first to the last that a view shows, and a tensor without values
+    that has the view's shape and strides. None where the range is more than half of the base, or where a step of the
+    view computes something, as conversions do that are steps in inference mode."""
+    base = tensor.base
+    if not tensor.views or not tensor.numel() or tensor.dtype != base.dtype:
         return None
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
-    return range(first, first + reach + 1) if reach + 1 < whole else None
+    whole = torch.empty(base.shape, dtype=base.dtype, device="meta")
+    shown = tensor.replayed(whole)
+    if shown.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return None
+    first = shown.storage_offset()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True))
+    return (range(first, first + reach), shown) if 2 * reach <= whole.numel() else None
 
 
 @held_back
