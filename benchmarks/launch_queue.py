@@ -110,7 +110,8 @@ class StandIn(Cuda):
 
 
 class OnHost(TorchDispatchMode):
-    """In the thread beside the one that launches, the CPU computes nothing, in the time that its memory takes.
+    """Stands for the CPU in the thread beside the one that launches: it computes nothing, and takes the time that its
+    memory would take.
 
     Attributes:
         seconds: for how long it computed.

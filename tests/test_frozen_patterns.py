@@ -103,7 +103,7 @@ def test_patterns_that_are_not_for_the_model_are_refused(tmp_path: Path, how: st
 
 
 def test_tied_names_may_stand_in_patterns(tmp_path: Path):
-    """Those of heads do, in a list that is for many models."""
+    """A list of patterns for many models names heads that are tied in this one."""
     model = nn.ModuleDict({"table": nn.Embedding(64, 64), "head": nn.Linear(64, 64, bias=False)}).requires_grad_(False)
     model["head"].weight = model["table"].weight
     zinf_fx.offload(model, store=tmp_path, placement="nvme", frozen_dtype=WITHOUT_HEAD)

@@ -172,7 +172,7 @@ def test_values_that_no_format_has_are_refused(name, bad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_native_values_are_those_of_torch(name, dtype, shape, threads):
-    """Those of torch run on other devices, and for other dtypes."""
+    """Other devices and dtypes take the values that PyTorch's operations compute."""
     torch.manual_seed(0)
     packed, before = quantised(torch.randn(shape), name), torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What is loaded from checkpoints as directories of torch.distributed.checkpoint is what was saved."""
+"""A checkpoint that is written as a directory of torch.distributed.checkpoint loads with the values that were saved."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Rows:
     last: bool
 
     def indices(self, like: fx.Node, indices: fx.Node, outside: int) -> tuple[fx.Node, fx.Node]:
-        """Of row numbers, which ones fall into the range, and their places in it; `outside`: the place of all else.
+        """Return which row numbers fall into the range, and their places in it; `outside` is the place of the others.
 
         The first range is open below, and the last above, so that an index that doesn't exist has no place.
         """
