@@ -62,15 +62,15 @@ def _may_read_rows(tensor: torch.Tensor) -> TypeGuard[StoredTensor]:
     """Whether rows of a tensor can be read alone: it is stored, no view, not in place, and not in shards over ranks."""
     if not isinstance(tensor, StoredTensor) or tensor.views or not tensor.dim() or not tensor.numel():
         return False
-    return not tensor.stored.in_place and not tensor.stored.shard.in_shards
+    return tensor.stored.read_in_parts
 
 
 def _rows_at(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor | None:
     """Return rows of a stored tensor in the order of `indices`, [number of indices, ...]. None where the whole is to be
-    gathered: its rows can't be read alone, most of it would be read, or an index is out of range."""
-    if not _may_read_rows(tensor) or isinstance(indices, StoredTensor) or indices.dtype not in _DTYPES:
+    gathered: its rows can't be read alone, reading them takes as long, or an index is out of range."""
+    if not _may_read_rows(tensor) or isinstance(indices, StoredTensor):
         return None
-    if not indices.numel():
+    if indices.dtype not in _DTYPES or not indices.numel():
         return None
     count, of_row = tensor.shape[0], tensor.numel() // tensor.shape[0]
     row_nbytes = of_row * tensor.dtype.itemsize
@@ -82,12 +82,10 @@ def _rows_at(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor | None
         return None
     tensor.expect_gradient()
     parts = tensor.stored.elements([range(run.start * of_row, run.stop * of_row) for run in runs])
-    if parts is None:
-        return None
-    rows = torch.cat([part.view(-1, *tensor.shape[1:]) for part in parts])
+    rows = torch.cat([part.view(-1, *tensor.shape[1:]) for part in parts]).to(tensor.device)
     places = {number: place for place, number in enumerate(chain.from_iterable(runs))}
-    read = rows.index_select(0, torch.tensor([places[number] for number in numbers]))
-    return read.to(tensor.device).index_select(0, positions.to(tensor.device))
+    place_of = torch.tensor([places[number] for number in numbers], device=positions.device)
+    return rows.index_select(0, place_of[positions].to(tensor.device))
 
 
 def _runs(numbers: list[int], gap: int) -> list[range]:

@@ -232,11 +232,16 @@ class TensorStorage:
         with self.brought(held) as value:
             return value
 
+    @property
+    def read_in_parts(self) -> bool:
+        """Whether `elements` can be read alone: ranks have no shards of them, and they aren't where the device computes
+        anyway."""
+        return not self.in_place and not self.shard.in_shards
+
     @held_back
-    def elements(self, parts: Sequence[range]) -> list[torch.Tensor] | None:
-        """Return ranges of the elements, flat, in host memory, to be read. None for a tensor that is gathered as a
-        whole: ranks have shards of it, or all of it is where the device computes."""
-        return None if self.in_place or self.shard.in_shards else self.settled().copied(parts)
+    def elements(self, parts: Sequence[range]) -> list[torch.Tensor]:
+        """Return ranges of the elements, flat, in host memory, to be read, of a tensor that is `read_in_parts`."""
+        return self.settled().copied(parts)
 
     def _gathered(self, held: StoredBytes) -> torch.Tensor:
         full = torch.empty(self.shard.shards.padded, dtype=self.dtype, device=self.device.torch_device)

@@ -423,8 +423,10 @@ class StoredTensor(Checkpointable):
         self.expect_gradient()
         if self.captured:
             note_gathered(self)
-        elif (span := _span(self)) is not None and (parts := self.stored.elements([span[0]])) is not None:
-            return parts[0].to(self.device).as_strided(span[1].shape, span[1].stride())
+        elif self.views and self.stored.read_in_parts and (span := _span(self)) is not None:
+            elements, shown = span
+            (part,) = self.stored.elements([elements])
+            return part.to(self.device).as_strided(shown.shape, shown.stride())
         return self.replayed(ops.gathered(self.token, self.base.shape, self.base.dtype, self.base.device))
 
     def replayed(self, value: torch.Tensor) -> torch.Tensor:
@@ -478,11 +480,11 @@ def _span(tensor: StoredTensor) -> tuple[range, torch.Tensor] | None:
     that has the view's shape and strides. None where the range is more than half of the base, or where a step of the
     view computes something, as conversions do that are steps in inference mode."""
     base = tensor.base
-    if not tensor.views or not tensor.numel() or tensor.dtype != base.dtype:
+    if not tensor.numel() or tensor.dtype != base.dtype:
         return None
     whole = torch.empty(base.shape, dtype=base.dtype, device="meta")
     shown = tensor.replayed(whole)
-    if shown.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+    if shown.untyped_storage() is not whole.untyped_storage():
         return None
     first = shown.storage_offset()
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True))
