@@ -22,13 +22,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import os
 import pstats
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -36,6 +36,7 @@ from statistics import median
 import torch
 from arguments import check
 from launch_queue import Launch, LaunchQueue
+from linear_layers import example_input, linear_layers
 from llama import Llama, LlamaConfig
 from tabulate import tabulate
 from torch.utils._python_dispatch import _disable_current_modes
@@ -45,9 +46,9 @@ from zinf_fx.config import Config
 from zinf_fx.plan.hardware import Hardware, load
 from zinf_fx.plan.plan import Plan
 from zinf_fx.plan.simulation.simulate import simulate_plan
+from zinf_fx.processors import processors
 from zinf_fx.runtime.tensor.tiers import Tiers
 
-_WIDTH = 4096  # the features of the layers whose parameters are really updated
 BUDGET = "400GiB"  # of host memory: address space, which is never touched
 
 
@@ -195,17 +196,15 @@ class RealUpdates:
     """
 
     def __init__(self, count: int, store: str | None) -> None:
-        matrices = -(-count // _WIDTH**2)
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(matrices)]
-        model = zinf_fx.offload(torch.nn.Sequential(*layers), store=store, placement="host")
+        threads = max(processors().busy_threads - 1, 1)  # the thread that launches has a core
+        model = zinf_fx.offload(linear_layers(count), store=store, placement="host", update_threads=threads)
         self._optimizer = zinf_fx.optim.AdamW(model.parameters(), state_dtype="8bit", master_dtype="split")
-        self._count = matrices * _WIDTH**2
-        torch.compile(model, backend="zinf")(torch.ones(1, _WIDTH, dtype=torch.bfloat16)).sum().backward()
+        self._count = sum(parameter.numel() for parameter in model.parameters())
+        torch.compile(model, backend="zinf")(example_input()).sum().backward()
         self._ends, self._steps, self.rate = threading.Event(), 0, 0.0
-        self._thread = threading.Thread(target=self._work)
+        self._thread = ThreadPoolExecutor(1)
 
     def _work(self) -> None:
-        torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))  # the thread that launches has a processor
         while not self._ends.is_set():
             self._optimizer.step()
             self._optimizer.finish()
@@ -213,11 +212,12 @@ class RealUpdates:
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
-        self._thread.start()
+        self._working = self._thread.submit(self._work)
 
     def __exit__(self, *error: object) -> None:
         self._ends.set()
-        self._thread.join()
+        with self._thread:
+            self._working.result()
         self.rate = self._steps * self._count / (time.perf_counter() - self._began)
 
 

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import check, computing_with
 from gpt import GPT, GPTConfig, default_dtype, example_batch
+from linear_layers import example_input, linear_layers
 from train_step import machine
 from train_step_variant import OPTIONS
 
@@ -49,7 +50,6 @@ FORMS: dict[str, dict[str, object]] = {
     "bf16 moments": {"state_dtype": torch.bfloat16},
     "8-bit moments, split masters": {"state_dtype": "8bit", "master_dtype": "split"},
 }
-_WIDTH = 4096  # the features of the layers whose update is predicted
 
 
 @dataclass(frozen=True)
@@ -177,21 +177,22 @@ def run(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
 
 
 class Updates:
-    """Step layers by AdamW whose states are in host memory, in one form."""
+    """Step layers by AdamW whose states are in host memory, in one form.
 
-    def __init__(self, layers: int, form: dict[str, object], store: str) -> None:
+    Attributes:
+        count: how many parameters they have.
+    """
+
+    def __init__(self, parameters: int, form: dict[str, object], store: str) -> None:
         self._options = {"placement": "host", "store": store}
-        self._batch = (torch.ones(1, _WIDTH, dtype=torch.bfloat16),)
-        self._layers, self._form = layers, form
-        model = zinf_fx.offload(self._model(), **self._options)
+        self._batch = (example_input(),)
+        self._parameters, self._form = parameters, form
+        model = zinf_fx.offload(linear_layers(parameters), **self._options)
+        self.count = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer = zinf_fx.optim.AdamW(model.parameters(), overlap=False, **form, **OPTIONS)
         torch.compile(model, backend="zinf")(*self._batch).float().sum().backward()
         for _ in range(2):
             self.seconds()
-
-    def _model(self) -> torch.nn.Module:
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(self._layers)]
-        return torch.nn.Sequential(*layers)
 
     def seconds(self) -> float:
         """Take a step over the same gradients, and return its seconds."""
@@ -202,7 +203,7 @@ class Updates:
     def predicted(self, hardware: Hardware) -> float:
         """Return the seconds of the same step as simulated."""
         with torch.device("meta"):
-            model = self._model()
+            model = linear_layers(self._parameters)
         (plan,) = plan_model(model, self._batch, **self._options, **self._form).plans
         simulation = simulate_plan(plan, hardware, overlap=False)
         timed = zip(simulation.jobs, simulation.timings, strict=True)
@@ -211,11 +212,11 @@ class Updates:
 
 def run_updates(args: argparse.Namespace, store: str) -> list[dict[str, object]]:
     """Return a row for each number of threads and form of states."""
-    layers, rows = -(-args.updates // _WIDTH**2), []
+    rows: list[dict[str, object]] = []
     hardware = measure_machine(store)
     for threads in args.threads:
         with computing_with(threads):
-            subjects = {name: Updates(layers, form, store) for name, form in FORMS.items()}
+            subjects = {name: Updates(args.updates, form, store) for name, form in FORMS.items()}
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
             for _ in range(args.rounds):
                 rated = replace(hardware, updates=update_rates(threads))
@@ -229,7 +230,7 @@ def run_updates(args: argparse.Namespace, store: str) -> list[dict[str, object]]
                 {
                     "threads": threads,
                     "states": name,
-                    "parameters": layers * _WIDTH**2,
+                    "parameters": subjects[name].count,
                     "measured": measured,
                     "predicted": predicted,
                     "ratio": ratio,

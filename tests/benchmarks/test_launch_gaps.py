@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launch_gaps
+import linear_layers
 from launch_queue import Launch
 
 from zinf_fx.plan.hardware import load
@@ -59,7 +60,7 @@ def test_an_optimizer_in_host_memory(tmp_path: Path):
 
 @pytest.mark.slow
 def test_real_updates_go_on_beside_the_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch_gaps, "_WIDTH", 64)
+    monkeypatch.setattr(linear_layers, "WIDTH", 64)
     with (updates := launch_gaps.RealUpdates(64 * 64 + 1, str(tmp_path))):
         hardware = launch_gaps.one_device(load("dgx-h100"))
         ((forward, backward),), _ = launch_gaps.run(

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import linear_layers
 import optimizer_share
 import prediction
 
@@ -28,7 +29,7 @@ def test_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_predicted_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(prediction, "_WIDTH", 256)
+    monkeypatch.setattr(linear_layers, "WIDTH", 256)
     given = ["--updates", "65536", "--threads", "1", "2", "--rounds", "1", "--steps", "1", "--store", str(tmp_path)]
     assert prediction.main([*given, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
